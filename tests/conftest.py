@@ -1,0 +1,29 @@
+"""Eight simulated CPU devices for every test and doctest, set before JAX is imported.
+
+An environment that already says what to run on is left alone, so that the suite can be pointed at GPUs.
+"""
+
+import importlib.util
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import numpy as np
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"):
+        return
+    skip = pytest.mark.skip(reason="JAX's CUDA plugin is not installed: pip install 'zerojax[plan]'")
+    for item in items:
+        if "needs_cuda_plugin" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """NumPy's generator with a fixed seed: the same draws in every run of a test."""
+    return np.random.default_rng(0)
