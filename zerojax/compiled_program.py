@@ -1,0 +1,262 @@
+"""What a compiled program sends between devices, when, and what it holds: read from the program itself, not predicted.
+
+`read_program` walks the optimised, scheduled HLO of a compiled step and returns every collective with the array it moves,
+its element type on the wire, the mesh axes it spans, the loops around it and what is computed while it is under way; and
+the compiler's memory figures. `expect_collectives` pins them in a test. How bytes are counted is stated in
+`compiled_collective`. A program for CPU can be read too, but its element types are not those of a GPU.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from zerojax.compiled_collective import Collective, describe_collective
+from zerojax.hlo_schedule import find_collectives
+from zerojax.hlo_text import hlo_dtype, parse_module
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFigures:
+    """Bytes of one device, from the compiler's own assignment of buffers.
+
+    Attributes:
+      argument: arguments of the step (host-memory arguments too, where the compiler counts them so).
+      output: results.
+      alias: results that reuse a donated argument's buffer.
+      temp: everything between: activations, gathered weights, gradients.
+      generated_code: the machine code.
+      host_temp: temporaries kept in host memory.
+      peak: the compiler's figure for the highest use, where it gives one.
+    """
+
+    argument: int
+    output: int
+    alias: int
+    temp: int
+    generated_code: int
+    host_temp: int
+    peak: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes a device must have: arguments, temporaries, code, and results that reuse no argument."""
+        return self.argument + self.output - self.alias + self.temp + self.generated_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one sort, together: numbers of instructions and executions, bytes per call of the program."""
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    in_loop: bool
+    asynchronous: bool
+    overlapped: bool
+    count: int
+    executions: int
+    received_bytes: int
+    node_bytes: int
+
+    def __str__(self) -> str:
+        manner = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
+        return (
+            f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or '?':12} {'+'.join(self.dtypes):10} "
+            f"{'loop' if self.in_loop else 'once':4} {manner:12} {self.count} instructions, run {self.executions} times, "
+            f"{self.received_bytes} bytes into a device, {self.node_bytes} into a node"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled program's collectives and memory.
+
+    Attributes:
+      collectives: in the order of the schedule, inner computations where they are called.
+      memory: the compiler's memory figures; None for a program read from text.
+      mesh_shape: mesh axis names and sizes, outermost first.
+      node_axes: the axes along which nodes are counted.
+      num_devices: devices the program runs on.
+    """
+
+    collectives: tuple[Collective, ...]
+    memory: MemoryFigures | None
+    mesh_shape: Mapping[str, int]
+    node_axes: tuple[str, ...]
+    num_devices: int
+
+    def select(
+        self,
+        kind: str | Iterable[str] | None = None,
+        *,
+        axes: str | Iterable[str] | None = None,
+        dtype: Any = None,  # noqa: ANN401 - whatever names a dtype
+        min_bytes: int = 0,
+        in_loop: bool | None = None,
+        phase: str | None = None,
+        asynchronous: bool | None = None,
+    ) -> tuple[Collective, ...]:
+        """Collectives that fit all conditions given.
+
+        Args:
+          kind: one kind, or several.
+          axes: exactly these mesh axes, in any order (axes of size one do not count).
+          dtype: an element type among those on the wire, in JAX's name, or HLO's.
+          min_bytes: least `payload_bytes`.
+          in_loop: only those inside a loop, or only those outside.
+          phase: "forward", "backward" or "other".
+          asynchronous: only asynchronous ones, or only blocking ones.
+        """
+        kinds = {kind} if isinstance(kind, str) else kind if kind is None else set(kind)
+        wanted = None
+        if axes is not None:
+            wanted = {axes} if isinstance(axes, str) else set(axes)
+            if unknown := wanted - set(self.mesh_shape):
+                raise ValueError(f"axes {sorted(unknown)} are not in the mesh {dict(self.mesh_shape)}")
+            wanted = {axis for axis in wanted if self.mesh_shape[axis] > 1}
+        element = None if dtype is None else hlo_dtype(dtype)
+        return tuple(
+            one
+            for one in self.collectives
+            if (kinds is None or one.kind in kinds)
+            and (wanted is None or set(one.axes) == wanted)
+            and (element is None or element in one.dtypes)
+            and one.payload_bytes >= min_bytes
+            and (in_loop is None or one.in_loop == in_loop)
+            and (phase is None or one.phase == phase)
+            and (asynchronous is None or one.asynchronous == asynchronous)
+        )
+
+    def received_bytes(self, kind: str | Iterable[str] | None = None, **conditions: Any) -> int:  # noqa: ANN401
+        """Bytes one device receives per call, over the collectives `select` finds; every branch of a conditional counts."""
+        return sum(one.received_bytes * one.executions for one in self.select(kind, **conditions))
+
+    def node_bytes(self, kind: str | Iterable[str] | None = None, **conditions: Any) -> int:  # noqa: ANN401
+        """Bytes that enter each node per call, over the collectives `select` finds; see `compiled_collective.entering_node`."""
+        return sum(one.node_bytes * one.executions for one in self.select(kind, **conditions))
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """The collectives added up by phase, kind, axes, element types, loop and manner."""
+        sorts: dict[tuple[Any, ...], list[Collective]] = {}
+        for one in self.collectives:
+            sort = (one.phase, one.kind, one.axes, one.dtypes, one.in_loop, one.asynchronous, bool(one.overlapped))
+            sorts.setdefault(sort, []).append(one)
+        return tuple(
+            Traffic(
+                *sort,
+                count=len(group),
+                executions=sum(one.executions for one in group),
+                received_bytes=sum(one.received_bytes * one.executions for one in group),
+                node_bytes=sum(one.node_bytes * one.executions for one in group),
+            )
+            for sort, group in sorts.items()
+        )
+
+
+def read_program(
+    program: jax.stages.Compiled | str,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | Mapping[str, int] | None = None,
+    *,
+    node_axes: Sequence[str] = ("node",),
+) -> CompiledProgram:
+    """Reads what a compiled program sends and holds.
+
+    Args:
+      program: `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
+      mesh: the mesh the program was compiled for, or its axis names and sizes, outermost first. Without it no axes and
+        no nodes are told.
+      node_axes: mesh axes along which the node changes; a mesh with none of them is one node.
+
+    Raises:
+      ValueError: not the text of a program, or a mesh of another number of devices.
+
+    >>> mesh = jax.make_mesh((1,), ("local",))
+    >>> step = jax.jit(lambda x: jax.numpy.sin(x)).lower(jax.ShapeDtypeStruct((256,), "float32")).compile()
+    >>> program = read_program(step, mesh)
+    >>> program.collectives, program.memory.argument
+    ((), 1024)
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    if text is None:
+        raise ValueError("this backend gives no text for compiled programs: compile for CPU or GPU")
+    module = parse_module(text)
+    shape = dict(mesh.shape if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) else mesh or {})
+    if shape and math.prod(shape.values()) != module.num_devices:
+        raise ValueError(
+            f"the program runs on {module.num_devices} devices, but mesh {shape} has {math.prod(shape.values())}: "
+            "pass the mesh that its shardings use"
+        )
+    nodes = tuple(axis for axis in shape if axis in node_axes)
+    collectives = tuple(
+        describe_collective(occurrence, tuple(shape.items()), nodes, module.num_devices)
+        for occurrence in find_collectives(module)
+    )
+    memory = None if isinstance(program, str) else memory_figures(program)
+    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices)
+
+
+def memory_figures(compiled: jax.stages.Compiled) -> MemoryFigures | None:
+    """The compiler's memory figures of a program; None where the backend gives none."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    names = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
+    return MemoryFigures(
+        **{name: int(getattr(stats, f"{name}_size_in_bytes", 0)) for name in names},
+        peak=int(getattr(stats, "peak_memory_in_bytes", 0)) or None,
+    )
+
+
+def expect_collectives(
+    program: CompiledProgram,
+    kind: str | Iterable[str] | None = None,
+    *,
+    count: int | None = None,
+    executions: int | None = None,
+    only_dtypes: Iterable[Any] | None = None,
+    **conditions: Any,  # noqa: ANN401 - those of select
+) -> tuple[Collective, ...]:
+    """Checks that a program has the collectives its author means it to have; for tests.
+
+    Args:
+      program: from `read_program`.
+      kind: see `CompiledProgram.select`.
+      count: how many such instructions there must be; without it, at least one.
+      executions: how often they must run in all, loops counted.
+      only_dtypes: the element types that may be on the wire in them.
+      **conditions: `axes`, `dtype`, `min_bytes`, `in_loop`, `phase`, `asynchronous`, as in `CompiledProgram.select`.
+
+    Returns:
+      The collectives found.
+
+    Raises:
+      AssertionError: with a list of what the program has instead.
+    """
+    found = program.select(kind, **conditions)
+    faults = []
+    if count is None and executions is None and not found:
+        faults.append("at least one instruction required, none found")
+    if count is not None and len(found) != count:
+        faults.append(f"{count} instructions required, {len(found)} found")
+    if executions is not None and (runs := sum(one.executions for one in found)) != executions:
+        faults.append(f"{executions} executions required, {runs} found")
+    if only_dtypes is not None:
+        allowed = {hlo_dtype(dtype) for dtype in only_dtypes}
+        faults += [
+            f"only {sorted(allowed)} allowed on the wire: {one}" for one in found if not set(one.dtypes) <= allowed
+        ]
+    if faults:
+        asked = ", ".join(
+            f"{key}={value!r}" for key, value in {"kind": kind, **conditions}.items() if value is not None
+        )
+        listing = "\n".join(f"  {'*' if one in found else ' '} {one}" for one in program.collectives) or "  none"
+        raise AssertionError(
+            f"collectives with {asked or 'no conditions'}:\n  "
+            + "\n  ".join(faults)
+            + f"\nthe program has (* fits the conditions):\n{listing}"
+        )
+    return found
