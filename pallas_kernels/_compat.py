@@ -1,0 +1,53 @@
+"""Differences between JAX versions (0.10 to 0.12) that the kernels meet; the only file that asks for the version."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
+MOSAIC_INTERPRETS = VERSION >= (0, 11)
+MOSAIC_ON_AMPERE = VERSION >= (0, 11)
+
+_assumed: list[tuple[int, int]] = []
+
+
+@contextlib.contextmanager
+def assume_compute_capability(major: int, minor: int = 0) -> Iterator[None]:
+    """Compile Mosaic kernels for this compute capability while no such GPU is present.
+
+    JAX assumes 9.0 when it compiles without a device. Needed only for deviceless compilation for another generation.
+    """
+    import jax.experimental.mosaic.gpu.core as core
+
+    owner = core if VERSION < (0, 11) else core.utils
+    original = owner._infer_arch
+    _assumed.append((major, minor))
+    owner._infer_arch = lambda: _assumed[-1]
+    try:
+        yield
+    finally:
+        _assumed.pop()
+        owner._infer_arch = original
+
+
+def target_device() -> tuple[str | None, tuple[int, int] | None]:
+    """``(platform kind, compute capability)`` the program is traced for, each None where it cannot be known.
+
+    Inside `jax.shard_map` the mesh knows its devices. Elsewhere a process with a GPU compiles for that GPU; a process
+    without one may be compiling for an absent one.
+    """
+    if _assumed:
+        return "gpu", _assumed[-1]
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kind = getattr(device, "device_kind", None)
+    if kind is not None and kind.lower() == "cpu":
+        return "cpu", None
+    default = jax.devices()[0]
+    capability = getattr(default, "compute_capability", None)
+    if default.platform == "gpu" and capability and "gfx" not in capability:
+        major, minor = capability.split(".")
+        return "gpu", (int(major), int(minor))
+    return ("gpu", None) if kind else (None, None)

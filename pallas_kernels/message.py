@@ -1,0 +1,110 @@
+"""One message per destination: payload and scales of a slice as one row of bytes.
+
+An all-to-all of several arrays is several collectives; one byte row per slice is one. Layout of a row, in order:
+
+    payload | block scales | tile scales
+
+16-bit scales travel as two planes (all low bytes, then all high bytes), so that a kernel that reads or writes bytes
+needs no change of element width. Sizes are static: they follow from the format and the slice's shape.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.array import TILE, BlockFormat, QuantizedArray
+
+
+def _planes(scale: jax.Array) -> list[jax.Array]:
+    """A scale array as byte planes, low byte first."""
+    if scale.dtype.itemsize == 1:
+        return [jax.lax.bitcast_convert_type(scale, jnp.uint8)]
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint16)
+    return [(bits & 0xFF).astype(jnp.uint8), (bits >> 8).astype(jnp.uint8)]
+
+
+def _from_planes(planes: list[jax.Array], dtype: str) -> jax.Array:
+    if len(planes) == 1:
+        return jax.lax.bitcast_convert_type(planes[0], jnp.dtype(dtype))
+    bits = planes[0].astype(jnp.uint16) | (planes[1].astype(jnp.uint16) << 8)
+    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+
+
+def pack_bytes(q: QuantizedArray) -> jax.Array:
+    """The slices of ``q`` as messages: ``uint8 [*lead, message_bytes]``.
+
+    Exact: `unpack_bytes` returns the same bytes, NaN scales included. Wire dtype is uint8 on every backend.
+
+    Raises:
+        ValueError: the arrays of ``q`` do not fit its metadata.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import quantize_slices
+    >>> q = quantize_slices(jnp.ones((8, 64)), dim=0, num_slices=4, bits=4, block_size=32)
+    >>> pack_bytes(q).shape, q.message_bytes
+    ((4, 72), 72)
+    """
+    q.validate()
+    payload = q.qvalue.reshape(*q.lead, q.qvalue.shape[-2] * q.qvalue.shape[-1])
+    parts = [jax.lax.bitcast_convert_type(payload, jnp.uint8), *_planes(q.scale)]
+    if q.tile_scale is not None:
+        parts += _planes(q.tile_scale)
+    return jnp.concatenate(parts, axis=-1)
+
+
+def unpack_bytes(
+    message: jax.Array,
+    like: QuantizedArray | None = None,
+    *,
+    format: BlockFormat | None = None,
+    shape: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+) -> QuantizedArray:
+    """The inverse of `pack_bytes`: ``uint8 [*lead, message_bytes]`` to a record with these lead dimensions.
+
+    Args:
+        message: the received rows; the lead dimensions may differ from those that were packed.
+        like: a record with the same metadata (its arrays are not read), or else
+        format: the format and
+        shape: the shape of one slice.
+        dtype: the dtype that was quantised (only with ``format``).
+
+    Raises:
+        ValueError: neither or both descriptions are given, or the rows have the wrong dtype or length.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import quantize
+    >>> q = quantize(jnp.arange(100.0), block_size=32)
+    >>> bool((unpack_bytes(pack_bytes(q), q).qvalue == q.qvalue).all())
+    True
+    """
+    if (like is None) == (format is None) or (format is None) != (shape is None):
+        raise ValueError("give either `like` or both `format` and `shape`")
+    if like is not None:
+        format, shape, dtype = like.format, like.shape, like.dtype
+    assert format is not None
+    assert shape is not None
+    size = math.prod(shape)
+    want = format.message_bytes(size)
+    if message.dtype != jnp.uint8 or message.ndim < 1 or message.shape[-1] != want:
+        raise ValueError(
+            f"message must be uint8[..., {want}] for a slice of shape {shape} in {format}, "
+            f"got {message.dtype}{list(message.shape)}"
+        )
+    blocks, tiles = format.num_blocks(size), format.padded_size(size) // TILE
+    scale_widths = [blocks, tiles, tiles] if format.tiled else [blocks, blocks]
+    parts, start = [], 0
+    for width in [blocks * format.block_bytes, *scale_widths]:
+        parts.append(message[..., start : start + width])
+        start += width
+    lead = message.shape[:-1]
+    payload = parts[0].reshape(*lead, blocks, format.block_bytes)
+    if format.bits == 8:
+        payload = jax.lax.bitcast_convert_type(payload, jnp.int8)
+    num_scale = 1 if format.tiled else 2
+    scale = _from_planes(parts[1 : 1 + num_scale], format.scale_dtype)
+    tile_scale = _from_planes(parts[2:4], "bfloat16") if format.tiled else None
+    return QuantizedArray(payload, scale, tile_scale, format, tuple(shape), dtype)

@@ -1,0 +1,164 @@
+"""The meaning of every op, in plain jnp on ``[*lead, blocks, block_size]``; also the "xla" backend.
+
+    scale = roundup(absmax / qmax)        q = round(x / scale)        x ~ q * scale
+
+The scale is rounded up to bfloat16, or to float8_e4m3fn under one bfloat16 scale per tile of 1024 elements. A block
+with NaN or Inf gets the scale NaN (and zero levels), so it dequantises to NaN. Scales have a floor of 2**-100: blocks
+below about 1e-28 keep that absolute step, subnormals and zeros become zeros. Kernels equal this file bit for bit.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import numerics
+from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.slices import from_blocks, to_blocks
+
+
+def rotate(blocks: jax.Array, width: int | None) -> jax.Array:
+    """Orthonormal Hadamard rotation inside each block; its own inverse.
+
+    ``width`` elements at a stride of ``block_size / width`` form one group: element ``k * block_size / width + j`` is
+    coordinate k of group j. With that stride a GPU thread holds whole groups and needs no exchange between lanes.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.eye(2, 64)
+    >>> bool(jnp.allclose(rotate(rotate(x, 32), 32), x, atol=1e-6))
+    True
+    """
+    if width is None:
+        return blocks
+    stride = blocks.shape[-1] // width
+    parts = [blocks[..., k * stride : (k + 1) * stride] for k in range(width)]
+    return jnp.concatenate(numerics.butterfly(parts), axis=-1)
+
+
+def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Scales from the integer absmax of each block, ``[*lead, blocks]``.
+
+    Returns:
+        ``(effective, scale, tile_scale)``: the finite float32 scale to divide by, and the two stored arrays.
+    """
+    needed = numerics.needed_scale(magnitude, fmt.qmax)
+    finite = numerics.is_finite_bits(magnitude)
+    if not fmt.tiled:
+        effective = numerics.round_scale(needed, fmt.qmax)
+        return effective, jnp.where(finite, effective, np.float32(np.nan)).astype(jnp.bfloat16), None
+    per_tile = TILE // fmt.block_size
+    grouped = needed.reshape(*needed.shape[:-1], needed.shape[-1] // per_tile, per_tile)
+    tile = numerics.round_tile_scale(grouped.max(axis=-1, initial=0.0), fmt.qmax)
+    spread = jnp.repeat(tile, per_tile, axis=-1)
+    code = numerics.e4m3_code(needed, spread, magnitude)
+    value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
+    scale = jax.lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn)
+    return spread * value, scale, tile.astype(jnp.bfloat16)
+
+
+def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+    """The float32 scale of each block; NaN for a block that held NaN or Inf."""
+    if tile_scale is None:
+        return scale.astype(jnp.float32)
+    code = jax.lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+    spread = jnp.repeat(tile_scale.astype(jnp.float32), TILE // fmt.block_size, axis=-1)
+    return spread * numerics.e4m3_value(code)
+
+
+def pack(level: jax.Array, fmt: BlockFormat) -> jax.Array:
+    """Levels (float32) as stored bytes: int8, or uint8 with element j low and element j + block_size / 2 high."""
+    code = numerics.level_code(level, fmt)
+    if fmt.bits == 8:
+        return level.astype(jnp.int8)
+    half = fmt.block_size // 2
+    low, high = code[..., :half] & 0xF, code[..., half:] & 0xF
+    return (low | (high << 4)).astype(jnp.uint8)
+
+
+def unpack(qvalue: jax.Array, fmt: BlockFormat) -> jax.Array:
+    """Stored bytes as levels in float32, ``[..., block_size]``."""
+    if fmt.bits == 8:
+        return qvalue.astype(jnp.float32)
+    code = qvalue.astype(jnp.int32)
+    low, high = (numerics.level_of_code(code, fmt, high=high) for high in (False, True))
+    return jnp.concatenate([low, high], axis=-1)
+
+
+def noise_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
+    """Dither for every element, by its index in row-major order over lead, block and position."""
+    index = jnp.arange(blocks.size, dtype=jnp.uint32).reshape(blocks.shape)
+    return numerics.dither(numerics.hash_bits(index, hashed_seed))
+
+
+def quantize_blocks(
+    blocks: jax.Array, fmt: BlockFormat, hashed_seed: jax.Array | None, with_residual: bool
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Quantises float32 blocks that are already rotated.
+
+    Args:
+        blocks: ``[*lead, blocks, block_size]`` float32.
+        fmt: the format.
+        hashed_seed: uint32 scalar from `numerics.hash_seed` for stochastic rounding, or None for half to even.
+        with_residual: also return ``blocks - dequantised`` in float32.
+
+    Returns:
+        ``(qvalue, scale, tile_scale or None, residual or None)``.
+    """
+    magnitude = numerics.abs_bits(blocks).max(axis=-1, initial=0)
+    effective, scale, tile_scale = block_scales(magnitude, fmt)
+    finite = numerics.is_finite_bits(magnitude)[..., None]
+    y = jnp.where(finite, blocks * (np.float32(1.0) / effective)[..., None], 0.0)
+    level = numerics.round_level(y, fmt, None if hashed_seed is None else noise_like(blocks, hashed_seed))
+    level = jnp.where(finite, level, 0.0)
+    residual = None
+    if with_residual:
+        residual = jnp.where(finite, blocks - level * effective[..., None], np.float32(np.nan))
+    return pack(level, fmt), scale, tile_scale, residual
+
+
+def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+    """Levels times scales in float32, ``[*lead, blocks, block_size]``, still rotated if the format rotates."""
+    return unpack(qvalue, fmt) * effective_scale(scale, tile_scale, fmt)[..., None]
+
+
+def sum_blocks(
+    qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat, factor: float
+) -> jax.Array:
+    """Sum over the leading dimension in index order, float32, then times ``factor``; still rotated."""
+    total = None
+    for i in range(qvalue.shape[0]):
+        part = dequantize_blocks(qvalue[i], scale[i], None if tile_scale is None else tile_scale[i], fmt)
+        total = part if total is None else total + part
+    assert total is not None, "the public op refuses an empty sum"
+    return total if factor == 1.0 else total * np.float32(factor)
+
+
+def requantize_blocks(
+    total: jax.Array,
+    shape: tuple[int, ...],
+    source: BlockFormat,
+    fmt: BlockFormat,
+    addend: jax.Array | None,
+    hashed_seed: jax.Array | None,
+    with_residual: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """The second half of the fused op: float32 sums in ``source`` blocks, quantised in ``fmt`` blocks.
+
+    When both formats rotate alike the sum is requantised as it stands, without rotating back and forth.
+    ``addend`` is ``[*lead, *shape]`` and not rotated; the residual is returned as ``[*lead, *shape]``, not rotated.
+    """
+    num_lead = total.ndim - 2
+    alike = source.rotate == fmt.rotate and (source.rotate is None or source.block_size == fmt.block_size)
+    if not alike:
+        total = rotate(total, source.rotate)
+    values = from_blocks(total, shape) if total.shape[-1] != fmt.block_size or source.tiled != fmt.tiled else None
+    blocks = total if values is None else to_blocks(values, fmt, num_lead)
+    if not alike:
+        blocks = rotate(blocks, fmt.rotate)
+    if addend is not None:
+        blocks = blocks + rotate(to_blocks(addend.astype(jnp.float32), fmt, num_lead), fmt.rotate)
+    qvalue, scale, tile_scale, residual = quantize_blocks(blocks, fmt, hashed_seed, with_residual)
+    if residual is not None:
+        residual = from_blocks(rotate(residual, fmt.rotate), shape)
+    return qvalue, scale, tile_scale, residual
