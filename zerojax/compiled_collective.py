@@ -1,7 +1,7 @@
 """One collective of a compiled program: the arrays it moves, between which devices, and the bytes that takes.
 
-The bytes are those of the best algorithm, with k devices in a group and S the bytes of the whole array (the result of an
-all-gather, the operand of all others). Each device receives: all-gather, reduce-scatter and all-to-all (k-1)/k S,
+The bytes are those of the best algorithm, with k devices in a group and S the bytes of the whole array (the result of
+an all-gather, the operand of all others). Each device receives: all-gather, reduce-scatter and all-to-all (k-1)/k S,
 all-reduce 2 (k-1)/k S, permute and broadcast S. What enters a node is stated at `entering_node`. Nothing here knows of
 parameters, placements or stages.
 """
@@ -12,8 +12,9 @@ import math
 
 import numpy as np
 
+from zerojax.device_groups import parse_groups
 from zerojax.hlo_schedule import Loop, Occurrence
-from zerojax.hlo_text import ArrayShape, parse_groups
+from zerojax.hlo_text import ArrayShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Collective:
       in_conditional: whether it stands in a branch, and so may not run.
       asynchronous: whether the program goes on after starting it. Otherwise everything waits.
       overlapped: names of the computing instructions issued between start and done (bookkeeping on scalars left out).
+      overlaps_matmul: whether a matrix product is among them.
       pipelined: whether the compiler moved it into another iteration of its loop.
       op_name: JAX's name stack, of the instruction or, where the compiler made it, of what is around it.
       node_bytes: bytes that enter one node (the one that receives most).
@@ -46,6 +48,7 @@ class Collective:
     in_conditional: bool
     asynchronous: bool
     overlapped: tuple[str, ...]
+    overlaps_matmul: bool
     pipelined: bool
     op_name: str
     node_bytes: int
@@ -145,8 +148,9 @@ def describe_collective(
         axes=spanned_axes(groups, mesh),
         loops=found.loops,
         in_conditional=found.in_conditional,
-        asynchronous=found.asynchronous,
-        overlapped=found.overlapped,
+        asynchronous=found.manner.asynchronous,
+        overlapped=found.manner.overlapped,
+        overlaps_matmul=found.manner.overlaps_matmul,
         pipelined=found.pipelined,
         op_name=found.op_name,
         node_bytes=entering_node(found.kind, operand_bytes, groups, mesh, node_axes),
@@ -179,14 +183,25 @@ def entering_node(
     mesh: tuple[tuple[str, int], ...],
     node_axes: tuple[str, ...],
 ) -> int:
-    """Bytes that must enter one node for a collective, with the best algorithm; of unequal nodes the one that gets most.
+    """Bytes that must enter one node for a collective, by the best algorithm; of unequal nodes the one that gets most.
 
-    Of a group with c of its k devices in the node, operand o bytes on each device:
-    all-gather (k - c) o, as every foreign piece enters once and is passed on inside; over the node axis alone (c = 1)
-    that is (n-1)/n of the result for each of the node's groups, over a whole flat mesh (n-1)/n of the result in all.
-    Reduce-scatter, whose sums are first formed inside each node: (m - 1) c o / k for a group on m nodes. All-reduce, both:
-    2 (m - 1) c o / k. All-to-all, where nothing can be shared: c (k - c) o / k. Permute and broadcast: o for each
-    device whose data comes from another node.
+    Of a group with c of its k devices in this node and the others on m - 1 more, o operand bytes on each device:
+
+    - all-gather: (k - c) o, as every foreign piece enters once and is passed on inside. Over the node axis alone
+      (c = 1) that is (n-1)/n of the result for each of the node's groups, over a whole flat mesh (n-1)/n of it in all.
+    - reduce-scatter, whose sums are first formed inside each node: (m - 1) c o / k. All-reduce, twice that.
+    - all-to-all, where nothing can be shared: c (k - c) o / k.
+    - permute and broadcast: o for each device whose data comes from another node.
+
+    Args:
+      kind: of collective.
+      operand_bytes: o.
+      groups: device numbers.
+      mesh: axis names and sizes, outermost first.
+      node_axes: the axes along which the node changes.
+
+    >>> entering_node("all-gather", 100, ((0, 1, 2, 3),), (("node", 2), ("local", 2)), ("node",))
+    200
     """
     sizes = [size for _, size in mesh]
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

@@ -1,8 +1,8 @@
 """What a compiled program sends between devices, when, and what it holds: read from the program itself, not predicted.
 
-`read_program` walks the optimised, scheduled HLO of a compiled step and returns every collective with the array it moves,
-its element type on the wire, the mesh axes it spans, the loops around it and what is computed while it is under way; and
-the compiler's memory figures. `expect_collectives` pins them in a test. How bytes are counted is stated in
+`read_program` walks the optimised, scheduled HLO of a compiled step and returns every collective with the array it
+moves, its element type on the wire, the mesh axes it spans, the loops around it and what is computed while it is under
+way; and the compiler's memory figures. `expect_collectives` pins them in a test. How bytes are counted is stated in
 `compiled_collective`. A program for CPU can be read too, but its element types are not those of a GPU.
 """
 
@@ -16,6 +16,7 @@ import jax
 from zerojax.compiled_collective import Collective, describe_collective
 from zerojax.hlo_schedule import find_collectives
 from zerojax.hlo_text import hlo_dtype, parse_module
+from zerojax.matmul_flops import matmul_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Traffic:
         manner = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
         return (
             f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or '?':12} {'+'.join(self.dtypes):10} "
-            f"{'loop' if self.in_loop else 'once':4} {manner:12} {self.count} instructions, run {self.executions} times, "
+            f"{'loop' if self.in_loop else 'once':4} {manner:12} "
+            f"{self.count} instructions, {self.executions} executions, "
             f"{self.received_bytes} bytes into a device, {self.node_bytes} into a node"
         )
 
@@ -81,6 +83,7 @@ class CompiledProgram:
       mesh_shape: mesh axis names and sizes, outermost first.
       node_axes: the axes along which nodes are counted.
       num_devices: devices the program runs on.
+      matmul_flops: FLOP of one device per call in matrix products; what is left out is stated in `matmul_flops`.
     """
 
     collectives: tuple[Collective, ...]
@@ -88,13 +91,14 @@ class CompiledProgram:
     mesh_shape: Mapping[str, int]
     node_axes: tuple[str, ...]
     num_devices: int
+    matmul_flops: int
 
     def select(
         self,
         kind: str | Iterable[str] | None = None,
         *,
         axes: str | Iterable[str] | None = None,
-        dtype: Any = None,  # noqa: ANN401 - whatever names a dtype
+        dtype: Any = None,
         min_bytes: int = 0,
         in_loop: bool | None = None,
         phase: str | None = None,
@@ -131,12 +135,12 @@ class CompiledProgram:
             and (asynchronous is None or one.asynchronous == asynchronous)
         )
 
-    def received_bytes(self, kind: str | Iterable[str] | None = None, **conditions: Any) -> int:  # noqa: ANN401
-        """Bytes one device receives per call, over the collectives `select` finds; every branch of a conditional counts."""
+    def received_bytes(self, kind: str | Iterable[str] | None = None, **conditions: Any) -> int:
+        """Bytes one device receives per call, over the collectives `select` finds; all branches count."""
         return sum(one.received_bytes * one.executions for one in self.select(kind, **conditions))
 
-    def node_bytes(self, kind: str | Iterable[str] | None = None, **conditions: Any) -> int:  # noqa: ANN401
-        """Bytes that enter each node per call, over the collectives `select` finds; see `compiled_collective.entering_node`."""
+    def node_bytes(self, kind: str | Iterable[str] | None = None, **conditions: Any) -> int:
+        """Bytes that enter each node per call, over the collectives `select` finds; see `entering_node`."""
         return sum(one.node_bytes * one.executions for one in self.select(kind, **conditions))
 
     def traffic(self) -> tuple[Traffic, ...]:
@@ -184,7 +188,7 @@ def read_program(
     if text is None:
         raise ValueError("this backend gives no text for compiled programs: compile for CPU or GPU")
     module = parse_module(text)
-    shape = dict(mesh.shape if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh) else mesh or {})
+    shape: dict[str, int] = {} if mesh is None else dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if shape and math.prod(shape.values()) != module.num_devices:
         raise ValueError(
             f"the program runs on {module.num_devices} devices, but mesh {shape} has {math.prod(shape.values())}: "
@@ -196,7 +200,7 @@ def read_program(
         for occurrence in find_collectives(module)
     )
     memory = None if isinstance(program, str) else memory_figures(program)
-    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices)
+    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, matmul_flops(module))
 
 
 def memory_figures(compiled: jax.stages.Compiled) -> MemoryFigures | None:
@@ -218,7 +222,7 @@ def expect_collectives(
     count: int | None = None,
     executions: int | None = None,
     only_dtypes: Iterable[Any] | None = None,
-    **conditions: Any,  # noqa: ANN401 - those of select
+    **conditions: Any,
 ) -> tuple[Collective, ...]:
     """Checks that a program has the collectives its author means it to have; for tests.
 

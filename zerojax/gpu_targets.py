@@ -1,9 +1,9 @@
 """GPUs that are not here: their published facts, and meshes of them to compile for.
 
-XLA's CUDA plugin compiles for a GPU it is only told about, so a program for a cluster can be built, read and measured on
-a laptop. A `GpuTarget` holds what the compiler must be told (sizes and rates of the chip) and what a time model needs
-(peak FLOP/s, link bandwidth); `absent_mesh` turns it into a `jax.sharding.Mesh` whose devices exist only for the compiler.
-The facts are the vendors' datasheets. This module knows nothing of parameters, shards or programs.
+XLA's CUDA plugin compiles for a GPU it is only told about, so a program for a cluster can be built, read and measured
+on a laptop. A `GpuTarget` holds what the compiler must be told (sizes and rates of the chip) and what a time model
+needs (peak FLOP/s, link bandwidth); `absent_mesh` turns it into a `jax.sharding.Mesh` whose devices exist for the
+compiler alone. The facts are the vendors' datasheets. This module knows nothing of parameters, shards or programs.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
@@ -88,7 +88,12 @@ class GpuTarget:
         return _COMPILER_TEXT.format(**dataclasses.asdict(self))
 
 
-_HOPPER = dict(
+_H100 = GpuTarget(
+    name="NVIDIA H100 80GB HBM3",
+    memory_bytes=84_942_979_072,
+    memory_bandwidth=3_352_320_000_000,
+    peak_bf16_flops=989e12,
+    link_bandwidth=450e9,
     core_count=132,
     fpus_per_core=128,
     clock_rate_ghz=1.98,
@@ -96,8 +101,6 @@ _HOPPER = dict(
     shared_memory_per_core=233_472,
     shared_memory_per_block=232_448,
     compute_capability=9,
-    peak_bf16_flops=989e12,
-    link_bandwidth=450e9,
 )
 
 TARGETS: Mapping[str, GpuTarget] = {
@@ -115,10 +118,10 @@ TARGETS: Mapping[str, GpuTarget] = {
         shared_memory_per_block=166_912,
         compute_capability=8,
     ),
-    "h100": GpuTarget(
-        name="NVIDIA H100 80GB HBM3", memory_bytes=84_942_979_072, memory_bandwidth=3_352_320_000_000, **_HOPPER
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100, name="NVIDIA H200", memory_bytes=151_397_597_184, memory_bandwidth=4_800_000_000_000
     ),
-    "h200": GpuTarget(name="NVIDIA H200", memory_bytes=151_397_597_184, memory_bandwidth=4_800_000_000_000, **_HOPPER),
     "b200": GpuTarget(
         name="NVIDIA B200",
         memory_bytes=191_514_411_008,
@@ -166,7 +169,7 @@ def load_target(name_or_path: str | Path) -> GpuTarget:
 
 
 def _target_from_facts(facts: dict[str, Any], path: Path) -> GpuTarget:
-    fields = {field.name: field.type for field in dataclasses.fields(GpuTarget)}
+    fields = get_type_hints(GpuTarget)
     base = facts.pop("extends", None)
     if base is not None and str(base).lower() not in TARGETS:
         raise ValueError(f"GPU file {path} extends {base!r}: only {', '.join(TARGETS)} can be extended")
@@ -266,7 +269,7 @@ def absent_mesh(
         if outer != num_nodes:
             raise ValueError(
                 f'axis "node" and those before it must number the {num_nodes} nodes, got {outer}: '
-                f"{dict(zip(axis_names, sizes))}"
+                f"{dict(zip(axis_names, sizes, strict=True))}"
             )
     check_plugin()
     target = target if isinstance(target, GpuTarget) else load_target(target)
