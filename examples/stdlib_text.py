@@ -31,7 +31,9 @@ def read_stdlib(folder: Path | None = None, validation_percent: int = 10) -> Tex
             draw = int.from_bytes(hashlib.sha256(relative.as_posix().encode()).digest()[:4], "big") % 100
             (validation if draw < validation_percent else train).append(np.frombuffer(path.read_bytes(), np.uint8))
     if not train or not validation:
-        raise FileNotFoundError(f"{root} holds {len(train)} train and {len(validation)} validation .py files; need both")
+        raise FileNotFoundError(
+            f"{root} holds {len(train)} train and {len(validation)} validation .py files; need both"
+        )
     return Text(np.concatenate(train), np.concatenate(validation))
 
 
