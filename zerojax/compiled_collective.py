@@ -116,7 +116,7 @@ class Collective:
         loops = " in loop x " + " x ".join(str(loop.trip_count or "?") for loop in self.loops) if self.loops else ""
         manner = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
         return (
-            f"{self.kind} over {'+'.join(self.axes) or '?'} (groups of {self.group_size}) of {arrays}, "
+            f"{self.kind} over {'+'.join(self.axes) or 'no axis'} (groups of {self.group_size}) of {arrays}, "
             f"{self.payload_bytes} bytes in all{loops}, {manner}, {self.phase}: {self.name}"
         )
 

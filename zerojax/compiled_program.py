@@ -30,7 +30,7 @@ class MemoryFigures:
       temp: everything between: activations, gathered weights, gradients.
       generated_code: the machine code.
       host_temp: temporaries kept in host memory.
-      peak: the compiler's figure for the highest use, where it gives one.
+      peak: the compiler's own figure for the highest use, where it gives one; what it takes in differs by version.
     """
 
     argument: int
@@ -66,7 +66,7 @@ class Traffic:
     def __str__(self) -> str:
         manner = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
         return (
-            f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or '?':12} {'+'.join(self.dtypes):10} "
+            f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or 'no axis':12} {'+'.join(self.dtypes):10} "
             f"{'loop' if self.in_loop else 'once':4} {manner:12} "
             f"{self.count} instructions, {self.executions} executions, "
             f"{self.received_bytes} bytes into a device, {self.node_bytes} into a node"
@@ -78,7 +78,8 @@ class CompiledProgram:
     """A compiled program's collectives and memory.
 
     Attributes:
-      collectives: in the order of the schedule, inner computations where they are called.
+      collectives: in the order of the schedule, inner computations where they are called. Those whose groups are of
+        one device send nothing and are left out.
       memory: the compiler's memory figures; None for a program read from text.
       mesh_shape: mesh axis names and sizes, outermost first.
       node_axes: the axes along which nodes are counted.
@@ -195,10 +196,11 @@ def read_program(
             "pass the mesh that its shardings use"
         )
     nodes = tuple(axis for axis in shape if axis in node_axes)
-    collectives = tuple(
+    described = (
         describe_collective(occurrence, tuple(shape.items()), nodes, module.num_devices)
         for occurrence in find_collectives(module)
     )
+    collectives = tuple(one for one in described if one.group_size > 1)
     memory = None if isinstance(program, str) else memory_figures(program)
     return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, matmul_flops(module))
 
@@ -225,6 +227,9 @@ def expect_collectives(
     **conditions: Any,
 ) -> tuple[Collective, ...]:
     """Checks that a program has the collectives its author means it to have; for tests.
+
+    The compiler may peel an iteration off a loop (5 executions inside, 1 outside) or write a loop's body twice, so that
+    `executions` without `in_loop` is what stays the same from version to version; `count` is not.
 
     Args:
       program: from `read_program`.

@@ -8,8 +8,11 @@ compiler alone. The facts are the vendors' datasheets. This module knows nothing
 
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
+import importlib.util
 import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -216,17 +219,45 @@ def check_plugin() -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _absent_devices(target_config: str, num_nodes: int, devices_per_node: int) -> tuple[jax.Device, ...]:
+def _absent_devices(target_config: str, num_nodes: int, devices_per_node: int) -> tuple[Any, ...]:
+    describe = functools.partial(
+        topologies.get_topology_desc,
+        platform="cuda",
+        target_config=target_config,
+        topology=f"1x{num_nodes}x{devices_per_node}",
+    )
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target_config, topology=f"1x{num_nodes}x{devices_per_node}"
-        )
+        try:
+            topology = describe()
+        except NotImplementedError:
+            _register_compiler()
+            topology = describe()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise PluginMissing(
-            f"the CUDA plugin cannot describe {num_nodes} x {devices_per_node} GPUs: {reason}"
+            f"the CUDA plugin cannot describe {num_nodes} x {devices_per_node} GPUs ({reason}): "
+            "start Python with JAX_PLATFORMS=cpu"
         ) from error
     return tuple(sorted(topology.devices, key=lambda device: (device.process_index, device.id)))
+
+
+def _register_compiler() -> None:
+    """Registers a plugin that JAX has refused for want of CUDA's libraries, which compiling does not need.
+
+    JAX refuses it unless JAX_PLATFORMS leaves CUDA out. Choosing its backends first keeps them what they were.
+    """
+    jax.devices()
+    for cuda in ("13", "12"):
+        if importlib.util.find_spec(f"jax_plugins.xla_cuda{cuda}") is None:
+            continue
+        skip = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+        before = os.environ.pop(skip, "")
+        os.environ[skip] = "1"
+        try:
+            importlib.import_module(f"jax_plugins.xla_cuda{cuda}").initialize()
+        finally:
+            os.environ[skip] = before  # Empty is what JAX takes as unset.
+        return
 
 
 def absent_mesh(
