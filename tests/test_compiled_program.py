@@ -218,6 +218,18 @@ def test_a_program_compiled_here_reads_like_the_kept_texts(name):
 
 
 @pytest.mark.needs_cuda_plugin
+def test_a_loop_body_written_twice_and_peeled_keeps_all_totals():
+    mesh = absent_mesh("h100", 2, 8)
+    plain = read_program(build.layers(mesh), mesh)
+    doubled = read_program(build.layers(mesh, options={"xla_gpu_enable_while_loop_double_buffering": True}), mesh)
+    assert len(doubled.collectives) > len(plain.collectives)
+    assert doubled.matmul_flops == plain.matmul_flops
+    for conditions in ({"axes": "node"}, {"axes": "local"}, {"phase": "forward"}, {"phase": "backward"}):
+        assert doubled.received_bytes(**conditions) == plain.received_bytes(**conditions)
+        assert doubled.node_bytes(**conditions) == plain.node_bytes(**conditions)
+
+
+@pytest.mark.needs_cuda_plugin
 def test_int4_travels_packed():
     mesh = absent_mesh("h100", 2, 8)
 

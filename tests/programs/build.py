@@ -25,11 +25,13 @@ def shape(mesh: Mesh, dims: tuple[int, ...], dtype: str, spec: P) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def compiled(mesh: Mesh, function: Callable, in_specs: tuple, out_specs: P, *arrays: tuple) -> jax.stages.Compiled:
+def compiled(
+    mesh: Mesh, function: Callable, in_specs: tuple, out_specs: P, *arrays: tuple, options: dict | None = None
+) -> jax.stages.Compiled:
     """Compiles a function that is manual over the whole mesh, for arrays given as (dims, dtype)."""
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     shapes = [shape(mesh, dims, dtype, spec) for (dims, dtype), spec in zip(arrays, in_specs, strict=True)]
-    return jax.jit(mapped).lower(*shapes).compile()
+    return jax.jit(mapped).lower(*shapes).compile(compiler_options=options)
 
 
 def gather(weight: jax.Array, *axes: str) -> jax.Array:
@@ -38,7 +40,7 @@ def gather(weight: jax.Array, *axes: str) -> jax.Array:
     return weight
 
 
-def layers(mesh: Mesh, rows: int = WIDTH) -> jax.stages.Compiled:
+def layers(mesh: Mesh, rows: int = WIDTH, options: dict | None = None) -> jax.stages.Compiled:
     """Gradient of layers in a scan: gathered over "node", then "local"; recomputed and reduce-scattered backward."""
 
     def layer(x: jax.Array, shard: jax.Array) -> tuple[jax.Array, None]:
@@ -50,7 +52,7 @@ def layers(mesh: Mesh, rows: int = WIDTH) -> jax.stages.Compiled:
 
     weights = (NUM_LAYERS, rows, WIDTH), "bfloat16"
     specs = P(None, BOTH), P()
-    return compiled(mesh, jax.grad(loss), specs, P(None, BOTH), weights, ((BATCH, rows), "bfloat16"))
+    return compiled(mesh, jax.grad(loss), specs, P(None, BOTH), weights, ((BATCH, rows), "bfloat16"), options=options)
 
 
 def nested(mesh: Mesh) -> jax.stages.Compiled:
