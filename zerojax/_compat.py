@@ -1,0 +1,67 @@
+"""Everything that differs between the supported JAX versions (0.10 to 0.12), and nothing else.
+
+The evaluator of `zerojax.gather_on_use` reads jaxprs, whose internals move between versions. Each function here hides
+one such move behind the form of the newest version; the rest of the package never asks which version it runs on.
+Differences are recognised by what an object offers, not by a version number, so that a release in between works too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+Literal = jex_core.Literal
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """Splits a jaxpr, closed or not, into its open form and the values of its constants."""
+    consts = list(getattr(jaxpr, "consts", ()))
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner, consts
+
+
+def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
+    """The number of constants and of carried values of a `scan` equation, from its parameters."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since 0.12 the arity is kept as a tree of three groups
+    return len(list(consts)), len(list(carry))
+
+
+def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs one equation on new inputs, under the context (compute type, metadata) it was traced in."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(bound, tuple):  # releases before 0.10 return (subfuns, params)
+        subfuns, params = bound
+        args = [*subfuns, *args]
+    else:
+        params = bound
+    with name_stack_of(eqn), eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def name_stack_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context that gives what is traced in it the source line and name stack of an equation, for profiles."""
+    try:
+        from jax._src import source_info_util
+
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        return source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    except (ImportError, AttributeError, TypeError):  # names are a convenience: never fail for them
+        return contextlib.nullcontext()
+
+
+def is_prng_key(x: Any) -> bool:
+    """Whether `x` is an array of typed PRNG keys (`jax.random.key`)."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def has_explicit_axes(mesh: jax.sharding.Mesh) -> bool:
+    """Whether any axis of the mesh carries its sharding in the array type (explicit sharding)."""
+    return any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)

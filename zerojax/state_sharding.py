@@ -1,0 +1,92 @@
+"""Where the leaves of an optimizer's state live.
+
+Any optax transformation is asked only for the *shapes* of its state. Each state leaf finds the parameter it belongs to
+by key path (the longest suffix of its path that is a parameter's path); a leaf of the parameter's own shape is placed
+like the parameter, any other by its own shape, because the rows of a factored second moment or a history of updates
+have other dims than their parameter. Knows nothing of how a particular optimizer works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.layout import Layout
+from zerojax.placement import Placement, place
+
+Tree = Any
+
+
+def state_placements(init: Callable[[Tree], Tree], layout: Layout) -> Tree:
+    """One Placement per leaf of `init(params)`, as a pytree of the state's structure.
+
+    Args:
+        init: the `init` of an optax transformation; called on shapes only.
+        layout: the layout of the parameters.
+
+    >>> import optax, zerojax
+    >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+    >>> layout = zerojax.partition({"w": jnp.ones((16, 4))}, mesh, zerojax.ZeroConfig(min_shard_size=0))
+    >>> placements = state_placements(optax.adam(1e-3).init, layout)
+    >>> placements[0].mu["w"].dim, placements[0].count.reason
+    (0, 'scalar')
+    """
+    shapes = jax.eval_shape(init, trained_tree(layout, master_shapes(layout)))
+    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    owners = _owners(layout)
+    return treedef.unflatten([_place_leaf(path, leaf, owners, layout) for path, leaf in paths_and_leaves])
+
+
+def master_shapes(layout: Layout) -> Tree:
+    """Shapes of what the optimizer works on: the parameters, in the master dtype where that is wider."""
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, master_dtype(p, layout)), layout.placements)
+
+
+def master_dtype(placement: Placement, layout: Layout) -> Any:
+    """The dtype in which the optimizer sees a parameter."""
+    master = layout.config.master_dtype
+    if master is None or not has_master(placement, layout):
+        return placement.dtype
+    return jnp.dtype(master)
+
+
+def has_master(placement: Placement, layout: Layout) -> bool:
+    """Whether the optimizer state keeps a wider copy of a parameter."""
+    master = layout.config.master_dtype
+    floating = jnp.issubdtype(placement.dtype, jnp.floating)
+    return bool(
+        master and placement.trainable and floating and placement.dtype.itemsize < jnp.dtype(master).itemsize
+    )
+
+
+def trained_tree(layout: Layout, tree: Tree) -> Tree:
+    """The tree with None in place of every leaf that is not trained: what the optimizer gets to see."""
+    leaves = [x if p.trainable else None for x, p in zip(jax.tree.leaves(tree), layout.leaves, strict=True)]
+    return layout.treedef.unflatten(leaves)
+
+
+def _owners(layout: Layout) -> dict[tuple[Any, ...], Placement]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(layout.placements)
+    return {tuple(path): placement for path, placement in paths if placement.trainable}
+
+
+def _place_leaf(path: tuple[Any, ...], leaf: Any, owners: dict[tuple[Any, ...], Placement], layout: Layout) -> Placement:
+    name = jax.tree_util.keystr(path)
+    for start in range(len(path) + 1):
+        owner = owners.get(tuple(path[start:]))
+        if owner is not None and owner.shape == tuple(leaf.shape):
+            return Placement(
+                name, owner.shape, jnp.dtype(leaf.dtype), owner.dim, owner.axes, owner.num_shards, owner.padding,
+                f"like params{owner.path}" if owner.is_sharded else owner.reason, owner.spec,
+            )  # fmt: skip
+    return place(
+        name,
+        tuple(leaf.shape),
+        leaf.dtype,
+        axes=layout.config.axes,
+        num_shards=layout.num_shards,
+        min_shard_size=max(layout.config.min_shard_size, 2),
+    )
