@@ -8,8 +8,11 @@ from zerojax.mesh import make_mesh
 from zerojax.optimizer import ZeroState, zero
 from zerojax.partition import partition
 from zerojax.placement import Placement
+from zerojax.train_step import TrainState, make_train_step
 
 __version__ = "0.1.0"
 
-__all__ = ["GatherWarning", "Layout", "Placement", "ZeroConfig", "ZeroState", "apply", "make_mesh", "partition",
-           "value_and_grad", "zero"]  # fmt: skip
+__all__ = [
+    "GatherWarning", "Layout", "Placement", "TrainState", "ZeroConfig", "ZeroState", "apply", "make_mesh",
+    "make_train_step", "partition", "value_and_grad", "zero",
+]  # fmt: skip

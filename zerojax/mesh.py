@@ -92,6 +92,11 @@ def data_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def wide_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the axes that have more than one device; jit drops the others from the shardings it returns."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
 def other_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The mesh axes that are not data axes, left to the compiler."""
     return tuple(axis for axis in mesh.axis_names if axis not in axes)

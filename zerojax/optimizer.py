@@ -53,7 +53,8 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTran
 
     Returns:
         A transformation. `init(params)` takes parameters in stored form and creates the state in sharded form, no
-        device ever holding a whole leaf of it. `update(grads, state, params, **extra)` takes whole or sharded gradients
+        device ever holding a whole leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of the
+        state, with their shardings. `update(grads, state, params, **extra)` takes whole or sharded gradients
         and returns updates in the form of the parameters, for `optax.apply_updates`. At stages 1 and 2 the updates are
         all-gathered, in the dtype of the parameters where there is a master copy. At stage 0 nothing is sharded.
 
@@ -78,12 +79,14 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTran
     def init(params: Tree) -> ZeroState:
         layout.check(params, stored=True)
         of_state = placements()
+        if all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            return _abstract_state(of_state, layout, layout_id)
 
         def build(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             params = layout.treedef.unflatten(leaves)
             masters = _masters(params, layout)
             inner = wrapped.init(trained_tree(layout, _optimized(params, masters, layout)))
-            return _enter(inner, of_state, layout), [pad(x, p) for x, p in _master_pairs(masters, layout)]
+            return _enter(inner, of_state, layout), [_hold(x, p, layout) for x, p in _master_pairs(masters, layout)]
 
         shardings = (
             [_sharding(p, layout) for p in jax.tree.leaves(of_state)],
@@ -111,7 +114,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTran
             return (
                 updates,
                 _enter(new_inner, of_state, layout),
-                [_constrain(pad(m, p), p, layout) for m, p in _master_pairs(new_masters, layout)],
+                [_hold(m, p, layout) for m, p in _master_pairs(new_masters, layout)],
             )
 
         shardings = (
@@ -149,6 +152,16 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTran
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState:
+    def shape(p: Placement, dtype: Any) -> jax.ShapeDtypeStruct:
+        held = p.padded_shape if layout.stage else p.shape
+        return jax.ShapeDtypeStruct(held, dtype, sharding=_sharding(p, layout))
+
+    inner = jax.tree.map(lambda p: shape(p, p.dtype), of_state)
+    masters = [shape(p, master_dtype(p, layout)) for p in layout.leaves if has_master(p, layout)]
+    return ZeroState(inner, _spread(masters, layout), layout_id)
 
 
 def _finish(
@@ -209,7 +222,7 @@ def _all_masters(master: Tree, layout: Layout) -> list[tuple[Any, Placement]]:
     return list(zip(leaves, layout.leaves, strict=True))
 
 
-def _spread(masters: list[jax.Array], layout: Layout) -> Tree:
+def _spread(masters: list[Any], layout: Layout) -> Tree:
     if not masters:
         return None
     pending = iter(masters)
@@ -222,10 +235,13 @@ def _leave(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
 
 
 def _enter(state: Tree, of_state: Tree, layout: Layout) -> list[jax.Array]:
-    return [
-        _constrain(pad(x, p), p, layout)
-        for x, p in zip(jax.tree.leaves(state), jax.tree.leaves(of_state), strict=True)
-    ]
+    leaves = jax.tree.leaves(state)
+    return [_hold(x, p, layout) for x, p in zip(leaves, jax.tree.leaves(of_state), strict=True)]
+
+
+def _hold(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
+    """From logical to stored form, sharded from stage 1 on."""
+    return _constrain(pad(x, p) if layout.stage else x, p, layout)
 
 
 def _constrain(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax.config import ZeroConfig
 from zerojax.layout import Layout
-from zerojax.mesh import check_data_axes, data_size, other_axes
+from zerojax.mesh import check_data_axes, data_size, other_axes, wide_axes
 from zerojax.placement import place
 
 Tree = Any
@@ -74,7 +74,7 @@ def partition(
                 path,
                 tuple(leaf.shape),
                 leaf.dtype,
-                axes=config.axes,
+                axes=wide_axes(mesh, config.axes),
                 num_shards=data_size(mesh, config.axes),
                 min_shard_size=config.min_shard_size,
                 spec=_check_spec(path, leaf.shape, spec, mesh, config.axes, own=specs is None),
@@ -125,6 +125,7 @@ def _check_spec(
         if dim >= len(shape) or shape[dim] % size:
             at = f"dim {dim} of {shape[dim]}" if dim < len(shape) else f"no dim {dim}"
             raise ValueError(f"params{path} {tuple(shape)}: spec {spec} needs {at} to divide by {names} of size {size}")
+        names = wide_axes(mesh, names)
         entries.append(None if not names else names[0] if len(names) == 1 else names)
     return PartitionSpec(*entries)
 

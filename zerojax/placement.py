@@ -30,7 +30,7 @@ class Placement:
         shape: global logical shape, without padding.
         dtype: dtype of the leaf.
         dim: the dim split over the data axes, or None for a replicated leaf.
-        axes: data axes of the mesh, outermost first.
+        axes: data axes of the mesh of more than one device, outermost first.
         num_shards: product of the sizes of `axes`.
         padding: number of zero rows appended to `dim` so that it divides evenly.
         reason: why the leaf is placed so, in words for `Layout.describe`.
@@ -84,15 +84,20 @@ class Placement:
         """PartitionSpec over the data axes only: what `shard_map` is told."""
         if self.dim is None:
             return PartitionSpec()
-        return PartitionSpec(*(None,) * self.dim, tuple(reversed(self.axes)))
+        return PartitionSpec(*(None,) * self.dim, self._shard_axes)
 
     @property
     def full_spec(self) -> PartitionSpec:
         """PartitionSpec over all axes of the mesh: the leaf's own, and the data axes on the sharded dim."""
         entries: list[None | str | tuple[str, ...]] = list(self.spec)
         if self.dim is not None:
-            entries[self.dim] = tuple(reversed(self.axes))
+            entries[self.dim] = self._shard_axes
         return trimmed_spec(entries)
+
+    @property
+    def _shard_axes(self) -> str | tuple[str, ...]:
+        """The data axes in local-major order, in the form that jit returns them in."""
+        return self.axes[0] if len(self.axes) == 1 else tuple(reversed(self.axes))
 
     @property
     def model_spec(self) -> PartitionSpec:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.layout import Layout
+from zerojax.mesh import wide_axes
 from zerojax.placement import Placement, place
 
 Tree = Any
@@ -86,7 +87,7 @@ def _place_leaf(path: tuple[Any, ...], leaf: Any, owners: dict[tuple[Any, ...], 
         name,
         tuple(leaf.shape),
         leaf.dtype,
-        axes=layout.config.axes,
+        axes=wide_axes(layout.mesh, layout.config.axes),
         num_shards=layout.num_shards,
         min_shard_size=max(layout.config.min_shard_size, 2),
     )
