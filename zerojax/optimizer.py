@@ -44,7 +44,17 @@ class ZeroState:
     layout_id: str
 
 
-def zero(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTransformationExtraArgs:
+class ShardedTransformation(optax.GradientTransformationExtraArgs):
+    """What `zero` returns: an optax transformation that also tells where the leaves of its state live.
+
+    Attributes:
+        state_placements: () -> the `ZeroState` of this transformation with a `Placement` for each leaf.
+    """
+
+    state_placements: Callable[[], ZeroState]
+
+
+def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformation:
     """Shards the state of an optax transformation according to a layout (ZeRO stages 1 to 3).
 
     Args:
@@ -151,7 +161,13 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTran
             ZeroState(jax.tree.unflatten(jax.tree.structure(of_state), inner), _spread(masters, layout), layout_id),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def placements_of_state() -> ZeroState:
+        masters = [p.with_dtype(master_dtype(p, layout)) for p in layout.leaves if has_master(p, layout)]
+        return ZeroState(placements(), _spread(masters, layout), layout_id)
+
+    out = ShardedTransformation(init, update)
+    out.state_placements = placements_of_state
+    return out
 
 
 def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState:
