@@ -170,6 +170,32 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     return out
 
 
+def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> ZeroState:
+    """A `Placement` for each leaf of an optimizer's state, for readers: of a `zero(...)`, or of what it would wrap.
+
+    Raises:
+        ValueError: `tx` was made by `zero` for another layout, or holds a `zero` inside a chain.
+
+    >>> import zerojax
+    >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+    >>> layout = zerojax.partition({"w": jnp.ones((16, 4))}, mesh, zerojax.ZeroConfig(min_shard_size=0))
+    >>> placements_of_state(optax.adam(1e-3), layout).inner[0].mu["w"].shard_shape
+    (2, 4)
+    """
+    if isinstance(tx, ShardedTransformation):
+        found = tx.state_placements()
+        if found.layout_id != _fingerprint(layout):
+            raise ValueError(
+                f"the optimizer was made by zerojax.zero for another layout than {dict(layout.mesh.shape)}, stage "
+                f"{layout.stage}: pass zero(tx, layout) of this layout"
+            )
+        return found
+    inside = jax.eval_shape(tx.init, trained_tree(layout, layout.param_shapes()))
+    if any(isinstance(x, ZeroState) for x in jax.tree.leaves(inside, is_leaf=lambda x: isinstance(x, ZeroState))):
+        raise ValueError("zerojax.zero must be outermost: write zero(optax.chain(...), layout), not a chain with zero in it")
+    return zero(tx, layout).state_placements()
+
+
 def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState:
     def shape(p: Placement, dtype: Any) -> jax.ShapeDtypeStruct:
         held = p.padded_shape if layout.stage else p.shape
