@@ -1,8 +1,8 @@
 """Bytes of the model states on one device, from placements alone: no array, no compiler, no GPU.
 
 Model states are parameters, gradients and optimizer state (arXiv 1910.02054, section 3.1). With Ψ bfloat16 parameters
-and Adam with master weights, N replicas hold 16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N bytes each at stages 0 to 3 (section 5);
-here the same sum runs over the leaves as they are stored, with their padding, the small ones whole, and split over the
+and Adam with master weights, N replicas hold 16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N bytes each at stages 0 to 3 (section
+5); here the same sum runs over the leaves as they are stored, with their padding, the small ones whole, and split over the
 user's other mesh axes too. Activations and gathered weights are the compiler's: see `zerojax.compiled_program`.
 """
 
@@ -53,7 +53,7 @@ class ModelStateBytes:
 
     Attributes:
         per_device: what each device holds, padding included.
-        padding: the bytes of `per_device` that are padding, spread evenly (the last shards hold it).
+        padding: the bytes of `per_device` that are padding, on the average device (in truth the last shards hold it).
         data_parallel: what each device would hold under plain data parallelism: every leaf whole, but for its split
             over mesh axes that are not data axes.
     """

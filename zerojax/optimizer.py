@@ -192,7 +192,7 @@ def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> Zer
         return found
     inside = jax.eval_shape(tx.init, trained_tree(layout, layout.param_shapes()))
     if any(isinstance(x, ZeroState) for x in jax.tree.leaves(inside, is_leaf=lambda x: isinstance(x, ZeroState))):
-        raise ValueError("zerojax.zero must be outermost: write zero(optax.chain(...), layout), not a chain with zero in it")
+        raise ValueError("zerojax.zero must be outermost: write zero(optax.chain(...), layout), not zero inside a chain")
     return zero(tx, layout).state_placements()
 
 
