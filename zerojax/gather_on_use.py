@@ -95,14 +95,20 @@ def _cast_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
 
 
 def _slice_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
-    """A slice along whole dims is taken from the shards: only the part that is used travels."""
+    """A slice along whole dims is taken from the shards: only the part that is used travels.
+
+    Not where its place is computed: it may follow from the batch and then differ between the devices, each of which
+    would send the others a part they did not ask for.
+    """
     param, *indices = inputs
     plain = isinstance(param, Stored) and not any(isinstance(i, Stored) for i in indices)
     out_shape = tuple(eqn.outvars[0].aval.shape)
     if not plain or param.view or not param.placement.is_sharded:
         return (_use_rule if indices or not plain else _view_rule)(eqn, inputs, scope)
     dim, placement = param.placement.dim, param.placement
-    if out_shape[dim] != placement.shape[dim] or "strides" in eqn.params and _is_strided(eqn.params["strides"]):
+    strides = eqn.params.get("strides") or (1,) * len(out_shape)
+    computed = any(isinstance(i, jax.core.Tracer) for i in indices)
+    if computed or out_shape[dim] != placement.shape[dim] or strides[dim] != 1:
         return (_use_rule if indices else _view_rule)(eqn, inputs, scope)
 
     def cut(x: jax.Array) -> jax.Array:
@@ -111,7 +117,7 @@ def _slice_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
             return lax.dynamic_slice(x, indices, (*out_shape[:dim], x.shape[dim], *out_shape[dim + 1 :]))
         start, limit = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
         limit[dim] = x.shape[dim]
-        return lax.slice(x, start, limit)
+        return lax.slice(x, start, limit, strides)
 
     shard, slot = param.map_shards(cut)
     return [scope.enter(shard, slot, placement.with_shape(out_shape))]
