@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -51,3 +52,37 @@ def target_device() -> tuple[str | None, tuple[int, int] | None]:
         major, minor = capability.split(".")
         return "gpu", (int(major), int(minor))
     return ("gpu", None) if kind else (None, None)
+
+
+def load(ref: Any, layout: Any, optimized: bool) -> jax.Array:
+    """Reads a global-memory ref into registers of the given layout."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if VERSION >= (0, 12):
+        return plgpu.load(ref, layout=layout, optimized=optimized)
+    return plgpu.load(ref, (), layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array, optimized: bool) -> None:
+    """Writes registers to a global-memory ref."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if VERSION >= (0, 12):
+        plgpu.store(ref, value, optimized=optimized)
+    else:
+        ref[...] = value
+
+
+def interpret_params() -> Any:
+    """The value of ``interpret=`` that runs a Mosaic kernel on the CPU."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams()
+
+
+def mosaic_kernel(body: Callable[..., None], out_type: list[Any], grid: tuple[int, ...], interpret: bool) -> Any:
+    """A Mosaic GPU kernel over a one-dimensional grid named "i"."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    mode: dict[str, Any] = {"interpret": interpret_params()} if interpret else {}
+    return plgpu.kernel(body, out_type=out_type, grid=grid, grid_names=("i",), **mode)

@@ -1,32 +1,6 @@
-"""Plans of the Mosaic GPU kernels. At present every plan is refused with a reason."""
+"""The kernels of the "mosaic_gpu" backend, as plans over static descriptions of calls."""
 
-from __future__ import annotations
+from pallas_kernels.mosaic_quantize import plan as plan_quantize
+from pallas_kernels.mosaic_sum import plan_sum, plan_sum_quantize
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A kernel for one static description of a call.
-
-    Attributes:
-        problems: why the kernel cannot do the call; empty if it can.
-        run: function of the operands and the keyword ``interpret``.
-    """
-
-    problems: tuple[str, ...]
-    run: Callable[..., Any]
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a plan with problems was run")
-
-
-def plan_quantize(*_: Any) -> Plan:
-    """Refuses every call."""
-    return Plan(("the kernel is not written yet",), _refuse)
-
-
-plan_sum = plan_sum_quantize = plan_quantize
+__all__ = ["plan_quantize", "plan_sum", "plan_sum_quantize"]

@@ -113,61 +113,85 @@ def hash_seed(seed: jax.Array | int) -> jax.Array:
     return hash_bits(jnp.asarray(seed).astype(jnp.uint32), jnp.uint32(0x9E3779B9))
 
 
-def dither(random: jax.Array) -> jax.Array:
-    """Noise in (-1/2, 1/2) from the upper 16 bits: odd multiples of 2**-17.
+def dither(random: jax.Array, upper: bool) -> jax.Array:
+    """Noise in (-1/2, 1/2) from the upper or lower 16 bits of a hash: odd multiples of 2**-17.
 
-    Sixteen bits, because then level + noise is exact in float32 up to 127, so a value on the grid always stays there.
+    Sixteen bits, because then level + noise is exact in float32 up to 127, so a value on the grid always stays there;
+    and because one hash then serves two elements, the j-th of either half of a block.
     """
-    kept = lax.shift_right_logical(random, np.uint32(9)) & np.uint32(0x7FFF80)
-    return lax.bitcast_convert_type(kept | np.uint32(0x3F800040), jnp.float32) - np.float32(1.5)
+    moved = lax.shift_right_logical(random, np.uint32(9)) if upper else lax.shift_left(random, np.uint32(7))
+    kept = (moved & np.uint32(0x7FFF80)) | np.uint32(0x3F800040)
+    return lax.bitcast_convert_type(kept, jnp.float32) - np.float32(1.5)
 
 
-def round_level(y: jax.Array, fmt: BlockFormat, noise: jax.Array | None = None) -> jax.Array:
-    """Rounds x / scale to a level (float32): half to even, or stochastically with ``noise`` from `dither`."""
+def encode(y: jax.Array, fmt: BlockFormat, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Rounds x / scale to a level, half to even, or stochastically with ``noise`` from `dither`.
+
+    Returns:
+        ``(code, level)``: the stored code as int32 (two's complement with arbitrary bits above the low 4 or 8, or the
+        e2m1 nibble), and its value in float32.
+    """
     if fmt.levels == "integer":
         shifted = y if noise is None else y + noise
         rounded = lax.round(shifted, lax.RoundingMethod.TO_NEAREST_EVEN)
-        return jnp.minimum(jnp.maximum(rounded, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
-    # e2m1: two levels per power of two, steps of 1/2 below 2.
-    power = jnp.maximum(float_of(bits_of(y) & _INF_BITS), np.float32(1.0))
-    step, inverse = power * np.float32(0.5), float_of(np.int32(0x7F800000 - 0x00800000) - bits_of(power)) * 2.0
-    scaled = y * inverse
-    scaled = scaled if noise is None else scaled + noise
-    rounded = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN) * step
-    return jnp.minimum(jnp.maximum(rounded, np.float32(-6.0)), np.float32(6.0))
-
-
-def level_code(level: jax.Array, fmt: BlockFormat) -> jax.Array:
-    """The stored code of a level as int32: two's complement (8 or 4 bits, not masked), or the e2m1 nibble."""
-    if fmt.levels == "integer":
+        # Nearest at 4 bits cannot leave the range: even under the ceiling of `round_scale`, |y| stays below 7.1.
+        level = rounded
+        if fmt.bits == 8 or noise is not None:
+            level = jnp.minimum(jnp.maximum(rounded, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
         # An exact addition puts the integer into the low mantissa bits: no float-to-integer conversion.
-        return bits_of(level + np.float32(12582912.0))
-    magnitude = abs_bits(level)
-    normal = lax.shift_right_logical(magnitude, np.int32(22)) - np.int32(252)
-    code = jnp.where(magnitude < np.int32(0x3F000000), 0, jnp.where(magnitude < np.int32(0x3F800000), 1, normal))
-    return code | (lax.shift_right_logical(bits_of(level), np.int32(28)) & np.int32(8))
+        return bits_of(level + np.float32(12582912.0)), level
+    # e2m1 has two levels per power of two, at steps of 1/2, 1 and 2. Adding 1.5 * 2**23 steps rounds to a whole number
+    # k of steps in the low bits; the code is k plus twice the index of the power.
+    size = jnp.minimum(float_of(abs_bits(y)), np.float32(6.0))
+    power = float_of(jnp.maximum(bits_of(size) & _INF_BITS, np.int32(0x3F800000)))
+    if noise is not None:
+        size = jnp.minimum(size + noise * (power * np.float32(0.5)), np.float32(6.0))
+    magic = power * np.float32(1.5 * 2.0**22)
+    steps = bits_of(size + magic) - bits_of(magic)
+    index = lax.shift_right_logical(bits_of(power), np.int32(23)) - np.int32(127)
+    sign = lax.shift_right_logical(bits_of(y), np.int32(28)) & np.int32(8)
+    code = (steps + index + index) | sign
+    return code, scaled_level(code, fmt)[0]
 
 
-def level_of_code(code: jax.Array, fmt: BlockFormat, high: bool = False) -> jax.Array:
-    """The level (float32) of a code held in an int32 whose other bits are arbitrary.
+def _field(fmt: BlockFormat, high: bool) -> tuple[int, int]:
+    """Mask of an integer level inside its byte, and its sign bit."""
+    width, shift = (8, 0) if fmt.bits == 8 else (4, 4 if high else 0)
+    return ((1 << width) - 1) << shift, 1 << (width - 1 + shift)
+
+
+def magic(fmt: BlockFormat) -> np.ndarray:
+    """The constants ``int32 [2]`` (low, high) that `scaled_level` xors into a masked level.
+
+    A kernel takes them as an operand: a constant in a register lets the assembler mask and xor in one instruction.
+    """
+    return np.array([0x4B000000 | _field(fmt, high)[1] for high in (False, True)], np.int32)
+
+
+def scaled_level(
+    code: jax.Array, fmt: BlockFormat, high: bool = False, constant: jax.Array | None = None
+) -> tuple[jax.Array, float]:
+    """The level of a code held in an int32 whose other bits are arbitrary, up to a power of two.
 
     Args:
         code: int32; the low 8 bits (8-bit formats), or the low (``high=False``) or next (``high=True``) 4 bits count.
         fmt: the format.
         high: for 4 bits, read bits 4..7.
+        constant: the entry of `magic`, if it is at hand as a value.
+
+    Returns:
+        ``(value, factor)`` with level = value * factor; the factor may go into the scale, exactly.
     """
     if fmt.levels == "integer":
-        width, shift = (8, 0) if fmt.bits == 8 else (4, 4 if high else 0)
-        mask, sign = ((1 << width) - 1) << shift, (1 << (width - 1)) << shift
-        # 2**23 + (code + half): one logic instruction; the subtraction is exact.
-        magic = float_of((code & np.int32(mask)) ^ np.int32(0x4B000000 | sign))
-        level = magic - np.float32(8388608.0 + sign)
-        return level * np.float32(1.0 / 16.0) if shift else level
+        mask, sign = _field(fmt, high)
+        # 2**23 + (code + half) by logic alone; the subtraction is exact.
+        known = np.int32(0x4B000000 | sign) if constant is None else constant
+        return float_of((code & np.int32(mask)) ^ known) - np.float32(8388608.0 + sign), 0.0625 if mask == 0xF0 else 1.0
     nibble = lax.shift_right_logical(code, np.int32(4)) if high else code
     small = nibble & np.int32(7)
     normal = float_of(lax.shift_left(small, np.int32(22)) + np.int32(126 << 23))
     value = jnp.where(small < 2, small.astype(jnp.float32) * np.float32(0.5), normal)
-    return float_of(bits_of(value) | lax.shift_left(nibble & np.int32(8), np.int32(28)))
+    return float_of(bits_of(value) | lax.shift_left(nibble & np.int32(8), np.int32(28))), 1.0
 
 
 def butterfly(parts: list[jax.Array]) -> list[jax.Array]:

@@ -66,11 +66,10 @@ def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFo
     return spread * numerics.e4m3_value(code)
 
 
-def pack(level: jax.Array, fmt: BlockFormat) -> jax.Array:
-    """Levels (float32) as stored bytes: int8, or uint8 with element j low and element j + block_size / 2 high."""
-    code = numerics.level_code(level, fmt)
+def pack(code: jax.Array, fmt: BlockFormat) -> jax.Array:
+    """Codes (int32) as stored bytes: int8, or uint8 with element j low and element j + block_size / 2 high."""
     if fmt.bits == 8:
-        return level.astype(jnp.int8)
+        return code.astype(jnp.int8)
     half = fmt.block_size // 2
     low, high = code[..., :half] & 0xF, code[..., half:] & 0xF
     return (low | (high << 4)).astype(jnp.uint8)
@@ -81,14 +80,19 @@ def unpack(qvalue: jax.Array, fmt: BlockFormat) -> jax.Array:
     if fmt.bits == 8:
         return qvalue.astype(jnp.float32)
     code = qvalue.astype(jnp.int32)
-    low, high = (numerics.level_of_code(code, fmt, high=high) for high in (False, True))
-    return jnp.concatenate([low, high], axis=-1)
+    (low, _), (high, factor) = (numerics.scaled_level(code, fmt, high=high) for high in (False, True))
+    return jnp.concatenate([low, high * np.float32(factor)], axis=-1)
 
 
 def noise_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
-    """Dither for every element, by its index in row-major order over lead, block and position."""
-    index = jnp.arange(blocks.size, dtype=jnp.uint32).reshape(blocks.shape)
-    return numerics.dither(numerics.hash_bits(index, hashed_seed))
+    """Dither for every element: one hash per pair (j, j + block_size / 2) of a block.
+
+    The counter is the row-major index, over lead, block and position, of the pair's first element.
+    """
+    half = blocks.shape[-1] // 2
+    index = jnp.arange(blocks.size, dtype=jnp.uint32).reshape(blocks.shape)[..., :half]
+    random = numerics.hash_bits(index, hashed_seed)
+    return jnp.concatenate([numerics.dither(random, upper) for upper in (True, False)], axis=-1)
 
 
 def quantize_blocks(
@@ -109,12 +113,11 @@ def quantize_blocks(
     effective, scale, tile_scale = block_scales(magnitude, fmt)
     finite = numerics.is_finite_bits(magnitude)[..., None]
     y = jnp.where(finite, blocks * (np.float32(1.0) / effective)[..., None], 0.0)
-    level = numerics.round_level(y, fmt, None if hashed_seed is None else noise_like(blocks, hashed_seed))
-    level = jnp.where(finite, level, 0.0)
+    code, level = numerics.encode(y, fmt, None if hashed_seed is None else noise_like(blocks, hashed_seed))
     residual = None
     if with_residual:
         residual = jnp.where(finite, blocks - level * effective[..., None], np.float32(np.nan))
-    return pack(level, fmt), scale, tile_scale, residual
+    return pack(code, fmt), scale, tile_scale, residual
 
 
 def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:

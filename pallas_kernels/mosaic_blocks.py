@@ -1,0 +1,193 @@
+"""The registers-to-memory half of every quantising kernel: scales, levels, payload, residual.
+
+The values of a chunk arrive as parts, float32 ``[outer, *middle, part_cols]``: one part (8 bits), or the two halves of
+every block (4 bits), so that packing two levels into a byte needs no move across lanes. Same arithmetic and same
+order as `reference`, hence the same bits. Knows nothing of where the values came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import _compat, numerics
+from pallas_kernels.array import BlockFormat
+from pallas_kernels.mosaic_layout import flat_index, layout, reduced, spread
+
+
+def num_parts(fmt: BlockFormat, stochastic: bool) -> int:
+    """Parts a block is held in: its halves where they share a byte or a random number, else the whole."""
+    return 2 if fmt.bits == 4 or stochastic else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Static geometry of what one program quantises.
+
+    Attributes:
+        fmt: the format written.
+        dims: ``(outer, *middle, block_size)``; with tile scales ``outer`` counts tiles, else the middle is part of it.
+        vec: consecutive elements of a lane.
+        strides: elements between neighbours along each dim of ``dims`` in the flat order of the output.
+        num_parts: pieces a block is held in, see `num_parts`.
+    """
+
+    fmt: BlockFormat
+    dims: tuple[int, ...]
+    vec: int
+    strides: tuple[int, ...]
+    num_parts: int
+
+    @property
+    def part_dims(self) -> tuple[int, ...]:
+        """Shape of one part."""
+        return (*self.dims[:-1], self.dims[-1] // self.num_parts)
+
+    @property
+    def part_layout(self) -> Any:
+        """Register layout of one part."""
+        return layout(self.part_dims, self.vec)
+
+    @property
+    def row_layout(self) -> Any:
+        """Register layout of one number per block."""
+        return reduced(self.part_layout, (len(self.dims) - 1,))
+
+
+STORED = ("qvalue", "scale", "tile_scale")
+
+
+def stored_types(fmt: BlockFormat, lead: tuple[int, ...], inner: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a kernel writes, by name: arrays ``[*lead, *inner]`` with one block, or the blocks of a tile, in ``inner``.
+
+    float8 scales are written as their codes.
+    """
+    payload = jnp.int8 if fmt.bits == 8 else jnp.uint8
+    types = {
+        "qvalue": jax.ShapeDtypeStruct((*lead, *inner[:-1], fmt.block_bytes), payload),
+        "scale": jax.ShapeDtypeStruct((*lead, *inner[:-1]), jnp.uint8 if fmt.tiled else jnp.bfloat16),
+    }
+    if fmt.tiled:
+        types["tile_scale"] = jax.ShapeDtypeStruct(lead, jnp.bfloat16)
+    return types
+
+
+def stored_arrays(
+    out: dict[str, jax.Array], fmt: BlockFormat, lead: tuple[int, ...], rows: int, inner: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The record's arrays from what a kernel wrote; ``rows`` of ``inner`` make one slice."""
+    blocks = (*lead, rows * math.prod(inner[:-1]))
+    scale = out["scale"].reshape(blocks)
+    tile_scale = None
+    if fmt.tiled:
+        scale = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn)
+        tile_scale = out["tile_scale"].reshape(*lead, rows)
+    return out["qvalue"].reshape(*blocks, fmt.block_bytes), scale, tile_scale
+
+
+def run_kernel(
+    body: Callable[[dict[str, Any]], None],
+    inputs: dict[str, jax.Array],
+    outputs: dict[str, Any],
+    grid: int,
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """Runs a body that takes its refs by name, on ``grid`` programs."""
+    names = [*inputs, *outputs]
+
+    def by_name(*refs: Any) -> None:
+        body(dict(zip(names, refs, strict=True)))
+
+    results = _compat.mosaic_kernel(by_name, list(outputs.values()), (grid,), interpret)(*inputs.values())
+    return dict(zip(outputs, results, strict=True))
+
+
+def cut(ref: Any, pieces: int) -> list[Any]:
+    """A ref cut along its last dimension into equal pieces."""
+    *dims, cols = ref.shape
+    width = cols // pieces
+    return [ref.at[(*[slice(None)] * len(dims), pl.ds(i * width, width))] for i in range(pieces)]
+
+
+def scales(parts: list[jax.Array], chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """``(effective, finite mask, stored scale, stored tile scale)`` of each block; the mask is an int32 of all ones.
+
+    The stored scale is float32 (bfloat16 exactly, NaN for a non-finite block) or an int32 float8 code.
+    """
+    fmt, rank = chunk.fmt, len(chunk.dims)
+    largest = numerics.abs_bits(parts[0])
+    for part in parts[1:]:
+        largest = jnp.maximum(largest, numerics.abs_bits(part))
+    magnitude = jnp.max(largest, axis=rank - 1)
+    finite = numerics.is_finite_bits(magnitude)
+    mask = jnp.where(finite, np.int32(-1), np.int32(0))
+    needed = numerics.needed_scale(magnitude, fmt.qmax)
+    if not fmt.tiled:
+        effective = numerics.round_scale(needed, fmt.qmax)
+        return effective, mask, jnp.where(finite, effective, np.float32(np.nan)), None
+    largest_needed = needed
+    for axis in range(rank - 2, 0, -1):
+        largest_needed = jnp.max(largest_needed, axis=axis)
+    tile = numerics.round_tile_scale(largest_needed, fmt.qmax)
+    wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
+    code = numerics.e4m3_code(needed, wide, magnitude)
+    value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
+    return wide * value, mask, code, tile
+
+
+def store_quantized(
+    parts: list[jax.Array],
+    chunk: Chunk,
+    start: jax.Array,
+    hashed_seed: jax.Array | None,
+    refs: dict[str, Any],
+    residual_ref: Any | None,
+) -> None:
+    """Quantises the parts and writes them.
+
+    Args:
+        parts: float32 values, one or two arrays of ``chunk.part_dims``.
+        chunk: the geometry.
+        start: int32 flat index of the chunk's first element, for the dither.
+        hashed_seed: uint32 scalar, or None.
+        refs: ``qvalue``, ``scale`` and perhaps ``tile_scale``, already cut to the chunk.
+        residual_ref: cut to the chunk, or None.
+    """
+    fmt, target = chunk.fmt, chunk.part_layout
+    effective, mask, stored, tile = scales(parts, chunk)
+    inverse = spread(np.float32(1.0) / effective, chunk.part_dims, target)
+    keep = spread(mask, chunk.part_dims, target)
+    codes = []
+    residual_refs = [] if residual_ref is None else cut(residual_ref, len(parts))
+    lossy = None
+    if residual_refs:
+        nan_mask = jnp.where(mask == 0, np.int32(0x7FC00000), np.int32(0))
+        lossy = spread(numerics.float_of((numerics.bits_of(effective) & mask) | nan_mask), chunk.part_dims, target)
+    random = None
+    if hashed_seed is not None:
+        random = numerics.hash_bits(flat_index(chunk.part_dims, chunk.strides, start, target), hashed_seed)
+    for i, part in enumerate(parts):
+        y = numerics.float_of(numerics.bits_of(part * inverse) & keep)
+        code, level = numerics.encode(y, fmt, None if random is None else numerics.dither(random, upper=i == 0))
+        codes.append(code)
+        if lossy is not None:
+            ref = residual_refs[i]
+            _compat.store(ref, (part - level * lossy).astype(ref.dtype), optimized=False)
+    if fmt.bits == 8:
+        for code, ref in zip(codes, cut(refs["qvalue"], len(parts)), strict=True):
+            _compat.store(ref, code.astype(jnp.int8), optimized=False)
+    else:
+        payload = (codes[0] & np.int32(0xF)) | lax.shift_left(codes[1], np.int32(4))
+        _compat.store(refs["qvalue"], payload.astype(jnp.uint8), optimized=False)
+    scale_dtype = jnp.uint8 if fmt.tiled else jnp.bfloat16
+    _compat.store(refs["scale"], stored.astype(scale_dtype), optimized=False)
+    if tile is not None:
+        _compat.store(refs["tile_scale"], tile.astype(jnp.bfloat16), optimized=False)

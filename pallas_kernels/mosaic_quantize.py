@@ -1,0 +1,142 @@
+"""The quantise kernel: one pass from a leaf in global memory to payload and scales, in destination order.
+
+The leaf is seen as ``[before, slices, run]``: a run is the contiguous part of one slice. A program reads a chunk of
+one run in 16-byte loads, reduces inside its warps, and writes levels, scales and perhaps the residual; the slice
+reordering is only the address it writes to. Knows the formats and the geometry, not the collectives around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import _compat
+from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.mosaic_blocks import (
+    STORED,
+    Chunk,
+    cut,
+    num_parts,
+    run_kernel,
+    store_quantized,
+    stored_arrays,
+    stored_types,
+)
+from pallas_kernels.mosaic_layout import chunk_rows
+from pallas_kernels.plan import Plan
+
+ELEMENTS = 4096
+"""Elements of one program at most: 32 a thread, some 50 registers, ten programs per multiprocessor."""
+
+
+def _elements(fmt: BlockFormat, stochastic: bool, with_residual: bool) -> int:
+    """Elements of one program: fewer for heavier arithmetic, to stay within 64 registers a thread."""
+    heavy = stochastic + with_residual + 2 * (fmt.levels == "e2m1")
+    return ELEMENTS if heavy == 0 else ELEMENTS // 2 if heavy <= 3 else ELEMENTS // 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Geometry:
+    """The leaf as ``[before, slices, rows, *inner]`` with ``inner`` one block, or the blocks of one tile."""
+
+    before: int
+    slices: int
+    rows: int
+    inner: tuple[int, ...]
+    chunk: Chunk
+
+    @property
+    def rows_per_program(self) -> int:
+        return self.chunk.dims[0]
+
+    @property
+    def programs_per_run(self) -> int:
+        return -(-self.rows // self.rows_per_program)
+
+
+def plan(
+    shape: tuple[int, ...],
+    dtype: Any,
+    dim: int | None,
+    lead: tuple[int, ...],
+    fmt: BlockFormat,
+    stochastic: bool,
+    with_residual: bool,
+) -> Plan:
+    """The kernel for one call of `quantize` or `quantize_slices`, or the reasons why there is none."""
+    problems = []
+    if fmt.rotate is not None:
+        problems.append(f"rotate={fmt.rotate}: the rotation mixes elements across lanes, only XLA does it")
+    num_slices = math.prod(lead)
+    before = 1 if dim is None else math.prod(shape[:dim])
+    run = math.prod(shape) // max(1, before * num_slices)
+    unit = TILE if fmt.tiled else fmt.block_size
+    what = "tile" if fmt.tiled else "block"
+    if run % unit or not run:
+        problems.append(
+            f"a contiguous run of one slice has {run} elements, no positive multiple of the {what} of {unit}"
+        )
+    itemsize = np.dtype(dtype).itemsize
+    inner = (TILE // fmt.block_size, fmt.block_size) if fmt.tiled else (fmt.block_size,)
+    parts = num_parts(fmt, stochastic)
+    part, vec = (*inner[:-1], inner[-1] // parts), min(16 // itemsize, fmt.block_size // parts)
+    elements = _elements(fmt, stochastic, with_residual) // parts
+    rows = None if problems else chunk_rows(run // unit, part, vec, elements)
+    if rows is None:
+        if not problems:
+            problems.append(f"a contiguous run of {run} elements is shorter than one program's share")
+        return Plan(tuple(problems))
+    strides = (unit, *[fmt.block_size] * (len(inner) - 1), 1)
+    chunk = Chunk(fmt, (rows, *inner), vec, strides, parts)
+    geometry = _Geometry(before, num_slices, run // unit, inner, chunk)
+    return Plan((), functools.partial(_run, geometry=geometry, lead=lead, with_residual=with_residual))
+
+
+def _run(
+    x: jax.Array,
+    hashed_seed: jax.Array | None,
+    *,
+    geometry: _Geometry,
+    lead: tuple[int, ...],
+    with_residual: bool,
+    interpret: bool,
+) -> tuple[Any, ...]:
+    g, fmt = geometry, geometry.chunk.fmt
+    leaf = (g.before, g.slices, g.rows, *g.inner)
+    out_lead = (g.slices, g.before, g.rows)
+    outputs = stored_types(fmt, out_lead, g.inner)
+    if with_residual:
+        outputs["residual"] = jax.ShapeDtypeStruct(leaf, x.dtype)
+    inputs = {"x": x.reshape(leaf)}
+    if hashed_seed is not None:
+        inputs["seed"] = hashed_seed.reshape(1)
+    grid = g.before * g.slices * g.programs_per_run
+    out = run_kernel(functools.partial(_body, g=g), inputs, outputs, grid, interpret)
+    residual = out["residual"].reshape(x.shape) if with_residual else None
+    return (*stored_arrays(out, fmt, lead, g.before * g.rows, g.inner), residual)
+
+
+def _body(refs: dict[str, Any], g: _Geometry) -> None:
+    chunk = g.chunk
+    program = lax.axis_index("i")
+    piece, run = lax.rem(program, np.int32(g.programs_per_run)), lax.div(program, np.int32(g.programs_per_run))
+    row, dest = lax.rem(run, np.int32(g.before)), lax.div(run, np.int32(g.before))
+    # The last program of a run overlaps its neighbour and writes the same bytes again: no masks.
+    start = jnp.minimum(piece * g.rows_per_program, g.rows - g.rows_per_program)
+    where = pl.ds(start, g.rows_per_program)
+    parts = [
+        _compat.load(ref, chunk.part_layout, optimized=False).astype(jnp.float32)
+        for ref in cut(refs["x"].at[row, dest, where], chunk.num_parts)
+    ]
+    out = {name: refs[name].at[dest, row, where] for name in STORED if name in refs}
+    residual = refs["residual"].at[row, dest, where] if "residual" in refs else None
+    first = (run * g.rows + start) * np.int32(math.prod(g.inner))
+    store_quantized(parts, chunk, first, refs["seed"][0] if "seed" in refs else None, out, residual)

@@ -1,0 +1,294 @@
+"""The sum kernels: dequantise every contribution, add in float32, and write the sum or quantise it again.
+
+A program owns a chunk of elements and walks over the contributions in index order, a few per loop step so that their
+loads overlap while the registers stay few. Levels come out of a logic instruction and an exact subtraction, and
+level x scale is exact, so the sum has the reference's bits. Knows nothing of where the contributions came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import _compat, numerics
+from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.mosaic_blocks import (
+    STORED,
+    Chunk,
+    cut,
+    num_parts,
+    run_kernel,
+    store_quantized,
+    stored_arrays,
+    stored_types,
+)
+from pallas_kernels.mosaic_layout import chunk_rows, reduced, spread
+from pallas_kernels.plan import Plan
+
+ELEMENTS = 2048
+"""Elements of one program: 16 accumulators a thread, 64 to 80 registers."""
+
+ELEMENTS_TO_4_BITS = 4096
+"""The same where 4 bits are written: one scale then serves 16 elements of a lane, and the issue slots are what is
+scarce (8 contributions of int4 on an H100: 0.29 clocks per element to issue, 0.32 to move)."""
+
+CONTRIBUTIONS_PER_STEP = 4
+"""Contributions whose loads are in flight together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """Static description of a call.
+
+    Attributes:
+        count: contributions.
+        rows: outer rows of all slices together; a row is one source block, or one tile where either format has tiles.
+        split: source blocks in a row, (1,) or (tile / source block,); empty where a row is one source block.
+        source: format of the contributions.
+        chunk: what one program makes; its ``dims`` are ``(rows, *split, [source block / block,] block)``.
+        factor: multiplies the sum.
+    """
+
+    count: int
+    rows: int
+    split: tuple[int, ...]
+    source: BlockFormat
+    chunk: Chunk
+    factor: float
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        return self.chunk.dims[1:]
+
+    @property
+    def grid(self) -> int:
+        return -(-self.rows // self.chunk.dims[0])
+
+
+def plan_sum(lead: tuple[int, ...], shape: tuple[int, ...], source: BlockFormat, dtype: Any, factor: float) -> Plan:
+    """The kernel for one call of `dequantize_sum`, or the reasons why there is none."""
+    problems = []
+    size = math.prod(shape)
+    if source.rotate is not None:
+        problems.append(f"rotate={source.rotate}: the rotation mixes elements across lanes, only XLA does it")
+    if source.padded_size(size) != size:
+        problems.append(
+            f"a slice of {size} elements is padded to {source.padded_size(size)}; the kernel writes whole blocks"
+        )
+    vec = 16 // np.dtype(dtype).itemsize
+    described = _describe(lead, size, source, source, 8 // source.bits, vec, ELEMENTS, factor, problems)
+    if described is None:
+        return Plan(tuple(problems))
+    return Plan((), functools.partial(_run_sum, call=described, out=(lead[1:], shape, dtype)))
+
+
+def plan_sum_quantize(
+    lead: tuple[int, ...],
+    shape: tuple[int, ...],
+    source: BlockFormat,
+    fmt: BlockFormat,
+    factor: float,
+    stochastic: bool,
+    addend_dtype: Any,
+    with_residual: bool,
+) -> Plan:
+    """The kernel for one call of `dequantize_sum_quantize`, or the reasons why there is none."""
+    problems = []
+    size = math.prod(shape)
+    alike = source.rotate == fmt.rotate and (source.rotate is None or source.block_size == fmt.block_size)
+    if not alike or (source.rotate is not None and (addend_dtype is not None or with_residual)):
+        problems.append("the rotation mixes elements across lanes, only XLA does it (alike on both hops it is no work)")
+    if source.padded_size(size) != fmt.padded_size(size):
+        problems.append(f"a slice of {size} elements is padded differently in the two formats")
+    if (addend_dtype is not None or with_residual) and source.padded_size(size) != size:
+        problems.append(
+            f"a slice of {size} elements is padded to {source.padded_size(size)}; addend and residual are not"
+        )
+    parts = 2 if source.bits == 4 else num_parts(fmt, stochastic)
+    lean = fmt.bits == 4 and addend_dtype is None and not with_residual
+    vec, elements = (16, ELEMENTS_TO_4_BITS) if lean else (8, ELEMENTS)
+    described = _describe(lead, size, source, fmt, parts, min(vec, fmt.block_size // parts), elements, factor, problems)
+    if described is None:
+        return Plan(tuple(problems))
+    return Plan(
+        (),
+        functools.partial(_run_sum_quantize, call=described, lead=lead[1:], shape=shape, with_residual=with_residual),
+    )
+
+
+def _describe(
+    lead: tuple[int, ...],
+    size: int,
+    source: BlockFormat,
+    fmt: BlockFormat,
+    parts: int,
+    vec: int,
+    elements: int,
+    factor: float,
+    problems: list[str],
+) -> _Sum | None:
+    """The call, or None after adding to ``problems``."""
+    ratio = source.block_size // fmt.block_size
+    if ratio == 0 or (source.bits == 4 and ratio > 1):
+        problems.append(
+            f"blocks of {source.block_size} ({source.bits} bits) do not split into blocks of {fmt.block_size} "
+            "within a lane's registers"
+        )
+    tiled = source.tiled or fmt.tiled
+    unit = TILE if tiled else source.block_size
+    rows = math.prod(lead[1:]) * source.padded_size(size) // unit
+    if not problems and source.padded_size(size) % unit:
+        problems.append(f"a slice of {source.padded_size(size)} elements is no multiple of the tile of {TILE}")
+    if problems:
+        return None
+    split = (TILE // source.block_size,) if tiled else ()
+    inner = (*split, *((ratio,) if ratio > 1 else ()), fmt.block_size)
+    taken = chunk_rows(rows, (*inner[:-1], inner[-1] // parts), vec, elements // parts)
+    if taken is None:
+        problems.append(f"{rows * unit} elements are fewer than one program's share")
+        return None
+    strides = (*(math.prod(inner[d:]) for d in range(len(inner))), 1)
+    return _Sum(lead[0], rows, split, source, Chunk(fmt, (taken, *inner), vec, strides, parts), factor)
+
+
+def _inputs(call: _Sum, qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None) -> dict[str, jax.Array]:
+    source, rows = call.source, (call.count, call.rows)
+    if source.tiled:
+        scale = lax.bitcast_convert_type(scale, jnp.uint8)
+    middle = call.inner[:-1]
+    columns = call.inner[-1] * source.bits // 8
+    inputs = {
+        "source_qvalue": qvalue.reshape(*rows, *middle, columns),
+        "source_scale": scale.reshape(*rows, *call.split),
+    }
+    if source.levels == "integer":
+        inputs["magic"] = jnp.asarray(numerics.magic(source))
+    if tile_scale is not None:
+        inputs["source_tile_scale"] = tile_scale.reshape(rows)
+    return inputs
+
+
+def _run_sum(
+    qvalue: jax.Array,
+    scale: jax.Array,
+    tile_scale: jax.Array | None,
+    *,
+    call: _Sum,
+    out: tuple[tuple[int, ...], tuple[int, ...], Any],
+    interpret: bool,
+) -> jax.Array:
+    lead, shape, dtype = out
+    outputs = {"total": jax.ShapeDtypeStruct((call.rows, *call.inner), dtype)}
+    inputs = _inputs(call, qvalue, scale, tile_scale)
+    return run_kernel(functools.partial(_body, call=call), inputs, outputs, call.grid, interpret)["total"].reshape(
+        *lead, *shape
+    )
+
+
+def _run_sum_quantize(
+    qvalue: jax.Array,
+    scale: jax.Array,
+    tile_scale: jax.Array | None,
+    addend: jax.Array | None,
+    hashed_seed: jax.Array | None,
+    *,
+    call: _Sum,
+    lead: tuple[int, ...],
+    shape: tuple[int, ...],
+    with_residual: bool,
+    interpret: bool,
+) -> tuple[Any, ...]:
+    fmt, inputs = call.chunk.fmt, _inputs(call, qvalue, scale, tile_scale)
+    if addend is not None:
+        inputs["addend"] = addend.reshape(call.rows, *call.inner)
+    if hashed_seed is not None:
+        inputs["seed"] = hashed_seed.reshape(1)
+    outputs = stored_types(fmt, (call.rows,), call.inner)
+    if with_residual:
+        outputs["residual"] = jax.ShapeDtypeStruct((call.rows, *call.inner), jnp.float32)
+    out = run_kernel(functools.partial(_body, call=call), inputs, outputs, call.grid, interpret)
+    residual = out["residual"].reshape(*lead, *shape) if with_residual else None
+    return (*stored_arrays(out, fmt, lead, call.rows // max(1, math.prod(lead)), call.inner), residual)
+
+
+def _body(refs: dict[str, Any], call: _Sum) -> None:
+    chunk, taken = call.chunk, call.chunk.dims[0]
+    # The last program overlaps its neighbour and writes the same bytes again: no masks.
+    start = jnp.minimum(lax.axis_index("i") * taken, call.rows - taken)
+    where = pl.ds(start, taken)
+    total = _add_all(refs, call, where)
+    if call.factor != 1.0:
+        total = [part * np.float32(call.factor) for part in total]
+    if "total" in refs:
+        for part, ref in zip(total, cut(refs["total"].at[where], len(total)), strict=True):
+            _compat.store(ref, part.astype(ref.dtype), optimized=False)
+        return
+    if "addend" in refs:
+        pieces = cut(refs["addend"].at[where], len(total))
+        more = [_compat.load(ref, chunk.part_layout, optimized=False).astype(jnp.float32) for ref in pieces]
+        total = [a + b for a, b in zip(total, more, strict=True)]
+    out = {name: refs[name].at[where] for name in STORED if name in refs}
+    residual = refs["residual"].at[where] if "residual" in refs else None
+    seed = refs["seed"][0] if "seed" in refs else None
+    store_quantized(total, chunk, start * np.int32(math.prod(call.inner)), seed, out, residual)
+
+
+def _add_all(refs: dict[str, Any], call: _Sum, where: Any) -> list[jax.Array]:
+    """The sum of all contributions to the chunk, in index order."""
+    step = CONTRIBUTIONS_PER_STEP
+    first = (call.count - 1) % step + 1
+
+    def add(total: list[jax.Array], index: Any) -> list[jax.Array]:
+        return [a + b for a, b in zip(total, _contribution(refs, call, where, index), strict=True)]
+
+    total = _contribution(refs, call, where, 0)
+    for index in range(1, first):
+        total = add(total, index)
+    if first == call.count:
+        return total
+
+    def steps(i: jax.Array, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        parts = list(total)
+        for offset in range(step):
+            parts = add(parts, first + i * step + offset)
+        return tuple(parts)
+
+    return list(lax.fori_loop(0, (call.count - first) // step, steps, tuple(total)))
+
+
+def _contribution(refs: dict[str, Any], call: _Sum, where: Any, index: Any) -> list[jax.Array]:
+    """One contribution to the chunk: level times scale, in parts."""
+    source, chunk = call.source, call.chunk
+    target, rank = chunk.part_layout, len(chunk.dims)
+    axes = tuple(range(1 + len(call.split), rank))
+    rows = reduced(target, axes)
+    scale = _compat.load(refs["source_scale"].at[index, where], rows, optimized=False)
+    if source.tiled:
+        tile_layout = reduced(target, tuple(range(1, rank)))
+        tile = _compat.load(refs["source_tile_scale"].at[index, where], tile_layout, optimized=False)
+        scale = spread(tile.astype(jnp.float32), chunk.dims[: 1 + len(call.split)], rows) * numerics.e4m3_value(
+            scale.astype(jnp.int32)
+        )
+    else:
+        scale = scale.astype(jnp.float32)
+    payload = refs["source_qvalue"].at[index, where]
+    pieces = cut(payload, chunk.num_parts) if source.bits == 8 else [payload]
+    codes = [_compat.load(piece, target, optimized=False).astype(jnp.int32) for piece in pieces]
+    if source.bits == 4:
+        codes = codes * 2
+    parts = []
+    for i, code in enumerate(codes):
+        high = source.bits == 4 and i == 1
+        constant = refs["magic"][int(high)] if "magic" in refs else None
+        level, factor = numerics.scaled_level(code, source, high, constant)
+        scaled = scale if factor == 1.0 else scale * np.float32(factor)
+        parts.append(level * spread(scaled, chunk.part_dims, target))
+    return parts

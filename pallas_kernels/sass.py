@@ -1,0 +1,139 @@
+"""Reads what the Mosaic compiler dumps for a kernel: registers, spills, and the machine code's cost per element.
+
+The deviceless compile runs the assembler, so these are facts of the code that would run. What they cannot say is time:
+`bound` turns counts into clocks per element under a stated model, the larger of memory and instruction issue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from pallas_kernels.absent_gpu import Gpu
+
+THREADS = 128
+ISSUE_LANES = 128
+"""Lane-instructions one multiprocessor issues per clock: four schedulers of 32 lanes."""
+
+_DUMPS = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS")
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*)")
+
+
+def disassembler_missing() -> str | None:
+    """Why machine code cannot be read here, or None."""
+    return None if _disassembler_root() else "no nvdisasm: pip install nvidia-cuda-nvdisasm"
+
+
+def _disassembler_root() -> Path | None:
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for tool in Path(place).glob("*/bin/nvdisasm"):
+            return tool.parent.parent
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCode:
+    """Facts of one compiled kernel.
+
+    Attributes:
+        registers: per thread.
+        spill_bytes: stores and loads together.
+        instructions: executed per thread, loops counted by their trips; None without the disassembler.
+        loads: how often each global load instruction occurs in the code, by name such as "LD.E.128".
+        stores: the same for stores.
+    """
+
+    registers: int
+    spill_bytes: int
+    instructions: float | None
+    loads: Counter[str]
+    stores: Counter[str]
+
+    def instructions_per_element(self, elements: int) -> float | None:
+        """Lane-instructions per element for a program that handles ``elements`` of them."""
+        return None if self.instructions is None else self.instructions * THREADS / elements
+
+
+@contextlib.contextmanager
+def dumping() -> Iterator[Path]:
+    """A directory into which kernels compiled inside the block leave their code.
+
+    A kernel is compiled, and so dumped, once per process.
+    """
+    root = _disassembler_root()
+    with tempfile.TemporaryDirectory() as place:
+        wanted = {**dict.fromkeys(_DUMPS, "1"), "MOSAIC_GPU_DUMP_TO": place}
+        if root is None:
+            del wanted["MOSAIC_GPU_DUMP_SASS"]
+        else:
+            wanted["MOSAIC_GPU_CUDA_ROOT"] = str(root)
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield Path(place)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def read(place: Path, trips: int = 1) -> list[KernelCode]:
+    """The kernels dumped into a directory, oldest first.
+
+    Args:
+        place: from `dumping`.
+        trips: how often the body of each loop runs.
+    """
+    kernels = []
+    for report in sorted(place.glob("*.ptxas"), key=lambda path: path.stat().st_mtime_ns):
+        text = report.read_text()
+        registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
+        spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
+        sass = next(iter(place.glob(report.stem + ".sass*")), None)
+        lines = _instructions(sass.read_text()) if sass else []
+        loads = Counter(name for _, name, _ in lines if re.match(r"LDG?\.", name))
+        stores = Counter(name for _, name, _ in lines if re.match(r"STG?\.", name))
+        kernels.append(KernelCode(registers, spills, _executed(lines, trips) if lines else None, loads, stores))
+    return kernels
+
+
+def _instructions(sass: str) -> list[tuple[int, str, str]]:
+    """``(address, name, operands)`` of each instruction; labels are resolved to addresses in the operands."""
+    labels: dict[str, int] = {}
+    pending: list[str] = []
+    found: list[tuple[int, str, str]] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x?_?\w+):", line):
+            pending.append(label[1])
+        elif match := _LINE.search(line):
+            address = int(match[1], 16)
+            labels.update(dict.fromkeys(pending, address))
+            pending = []
+            found.append((address, match[3], match[4]))
+    resolve = re.compile(r"`\((\.L_x?_?\w+)\)")
+    return [(a, n, resolve.sub(lambda m: str(labels.get(m[1], -1)), o)) for a, n, o in found]
+
+
+def _executed(lines: list[tuple[int, str, str]], trips: int) -> float:
+    """Instructions of one thread up to its exit, loop bodies counted ``trips`` times."""
+    weights = {address: 1.0 for address, _, _ in lines}
+    end = max((a for a, name, _ in lines if name == "EXIT"), default=lines[-1][0])
+    for address, name, operands in lines:
+        target = re.search(r"(\d+)\s*$", operands)
+        if name.startswith("BRA") and target and int(target[1]) < address <= end:
+            for inside in weights:
+                if int(target[1]) <= inside <= address:
+                    weights[inside] *= trips
+    return sum(weights[a] for a, name, _ in lines if a <= end and name != "NOP")
+
+
+def bound(gpu: Gpu, bytes_per_element: float, instructions_per_element: float) -> tuple[float, float]:
+    """``(memory, issue)`` clocks per element and multiprocessor; the larger one bounds the kernel."""
+    return bytes_per_element / gpu.bytes_per_clock, instructions_per_element / ISSUE_LANES
