@@ -21,14 +21,15 @@ from zerojax.layout import Layout
 Tree = Any
 
 
-def batch_specs(batch: Tree, layout: Layout) -> Tree:
+def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
     """PartitionSpecs of a batch: the leading dim over the data axes; 0-d leaves replicated.
 
     Raises:
         ValueError: a leaf is not an array, or its leading dim does not divide by the number of devices (its key path,
             shape, the axes and their sizes are named).
     """
-    axes, count = layout.config.axes, layout.num_shards
+    axes, count = layout.config.axes, layout.num_shards * microbatches
+    pieces = f" x {microbatches} microbatches" if microbatches > 1 else ""
     sizes = " x ".join(f"{axis}={layout.mesh.shape[axis]}" for axis in axes)
 
     def spec(path: Any, x: Any) -> PartitionSpec:
@@ -40,20 +41,21 @@ def batch_specs(batch: Tree, layout: Layout) -> Tree:
             return PartitionSpec()
         if shape[0] % count or shape[0] == 0:
             raise ValueError(
-                f"{name} has shape {shape}: its leading dim {shape[0]} must be a positive multiple of the {count} "
-                f"devices of the data axes {sizes}; pad or drop examples to {max(1, shape[0] // count) * count}"
+                f"{name} has shape {shape}: its leading dim {shape[0]} must be a positive multiple of the "
+                f"{layout.num_shards} devices of the data axes {sizes}{pieces}; pad or drop examples to {max(1, shape[0] // count) * count}"
             )
         return PartitionSpec(axes)
 
     return jax.tree_util.tree_map_with_path(spec, batch)
 
 
-def local_shapes(batch: Tree, layout: Layout) -> Tree:
-    """Shapes of one device's part of a batch."""
+def local_shapes(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
+    """Shapes of one device's part of a batch, or of one microbatch of it."""
+    count = layout.num_shards * microbatches
 
     def local(x: Any) -> jax.ShapeDtypeStruct:
         shape = jnp.shape(x)
-        return jax.ShapeDtypeStruct((shape[0] // layout.num_shards, *shape[1:]) if shape else (), _dtype(x))
+        return jax.ShapeDtypeStruct((shape[0] // count, *shape[1:]) if shape else (), _dtype(x))
 
     return jax.tree.map(local, batch)
 
@@ -87,13 +89,13 @@ def fold_keys(rest: Any, layout: Layout) -> Any:
     return jax.tree.map(fold, rest)
 
 
-def output_specs(shapes: Tree, batch: Tree, layout: Layout) -> Tree:
+def output_specs(shapes: Tree, batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
     """PartitionSpecs of a function's outputs: those with this device's batch as leading dim are sharded along it.
 
     Raises:
         ValueError: an integer output without the batch dim, which cannot be averaged over the devices.
     """
-    local = {x.shape[0] for x in jax.tree.leaves(local_shapes(batch, layout)) if x.shape}
+    local = {x.shape[0] for x in jax.tree.leaves(local_shapes(batch, layout, microbatches)) if x.shape}
 
     def spec(path: Any, x: Any) -> PartitionSpec:
         if x.shape and x.shape[0] in local:
@@ -106,6 +108,16 @@ def output_specs(shapes: Tree, batch: Tree, layout: Layout) -> Tree:
         return PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(spec, shapes)
+
+
+def merge_microbatches(out: Tree, specs: Tree, layout: Layout) -> Tree:
+    """Outputs of several microbatches (leading dim) as one: examples joined, all else averaged."""
+
+    def merge(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        per_example = spec == PartitionSpec(layout.config.axes)
+        return x.reshape(-1, *x.shape[2:]) if per_example else jnp.mean(x, axis=0, dtype=x.dtype)
+
+    return jax.tree.map(merge, out, specs)
 
 
 def average_outputs(out: Tree, specs: Tree, layout: Layout) -> Tree:

@@ -2,22 +2,52 @@
 
 A configuration says *what* the user wants and checks only itself; what it means for a given leaf is decided once, in
 `zerojax.partition`. Stages are those of ZeRO (arXiv 1910.02054, section 5): 1 splits the optimizer state, 2 the
-gradients too, 3 the parameters too. Knows nothing of meshes, arrays or optimizers.
+gradients too, 3 the parameters too. The quantised techniques are those of ZeRO++ (arXiv 2306.10209, section 3): qwZ is
+`quantize_weights`, hpZ is `secondary`, qgZ is `quantize_gradients`. Knows nothing of meshes, arrays or optimizers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
 Stage = Literal[0, 1, 2, 3]
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantFormat:
+    """How one element travels: bits, elements per scale, dtype of the scale, and the levels.
+
+    Attributes:
+        bits: 8 or 4.
+        block_size: elements that share a scale, a power of two from 16 to 2048.
+        scale_dtype: "bfloat16", or "float8_e4m3fn" under one bfloat16 scale per 1024 elements.
+        levels: "integer", or "e2m1" (4-bit floating point) with 4 bits.
+        rotate: width of a Hadamard rotation of the elements before quantising (32 or 64), or None.
+
+    >>> QuantFormat(4, 32, "float8_e4m3fn")
+    QuantFormat(bits=4, block_size=32, scale_dtype='float8_e4m3fn', levels='integer', rotate=None)
+    """
+
+    bits: int = 8
+    block_size: int = 128
+    scale_dtype: str = "bfloat16"
+    levels: str = "integer"
+    rotate: int | None = None
+
+
+# Weights: a block is large because its elements are alike in size and the scale is overhead. Gradients: int8 on the fast
+# network; between nodes 4 bits in blocks of 32 with float8 scales, so that no coordinate with small gradients shares a
+# scale with many large ones (the README has the measurement that chose it).
+WEIGHT_FORMATS = {"int8": QuantFormat(8, 256), "int4": QuantFormat(4, 64, rotate=32)}
+GRADIENT_FORMATS = {"int8": QuantFormat(8, 128), "int4": QuantFormat(4, 32, "float8_e4m3fn")}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What is split over the data axes, and how.
+    """What is split over the data axes, and how it travels.
 
     Attributes:
         stage: 0 replicates everything (plain data parallelism), 1 shards the optimizer state, 2 the gradients too,
@@ -29,11 +59,18 @@ class ZeroConfig:
         master_dtype: leaves stored in a narrower float dtype get a copy of this dtype in the optimizer state, on which
             the optimizer works (mixed-precision training, arXiv 1910.02054 section 3.1). None: the optimizer works on
             the parameters themselves.
-        grad_dtype: dtype on the wire of the gradient reduction. None: the dtype in which the gradient arises, that is
-            the compute dtype at stages 2 and 3 and the dtype of the parameter at stages 0 and 1.
+        grad_dtype: dtype on the wire of an unquantised gradient reduction. None: the dtype in which the gradient
+            arises, that is the compute dtype at stages 2 and 3 and the dtype of the parameter at stages 0 and 1.
+        quantize_weights: "int8", "int4" or a `QuantFormat`: the format of the weight gathers of stage 3 (qwZ).
+        secondary: keep a copy of the gathered-over-nodes weights, split inside the node, from the forward to the
+            backward pass, so that the backward gather stays inside the node (hpZ). Stage 3, two axes.
+        quantize_gradients: a format for the gradient reduction (qgZ), or a pair (inside the node, between nodes).
+        rounding: "nearest" or "stochastic", of gradients.
+        error_feedback: carry what the quantisation between nodes lost into the next step.
+        min_quantize_size: leaves with fewer elements, and all of one dim, travel unquantised.
 
     Raises:
-        ValueError: a field is out of its range; the message names the field and what it accepts.
+        ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
 
     >>> ZeroConfig(stage=3).axes
     ('node', 'local')
@@ -48,6 +85,24 @@ class ZeroConfig:
     min_shard_size: int = 2**14
     master_dtype: str | None = "float32"
     grad_dtype: str | None = None
+    quantize_weights: str | QuantFormat | None = None
+    secondary: bool = False
+    quantize_gradients: str | QuantFormat | tuple[str | QuantFormat, str | QuantFormat] | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    error_feedback: bool = False
+    min_quantize_size: int = 2**14
+
+    @classmethod
+    def zero_plus_plus(cls, **overrides: Any) -> ZeroConfig:
+        """All three techniques of ZeRO++ with their default formats; any field can be overridden.
+
+        >>> ZeroConfig.zero_plus_plus().secondary
+        True
+        """
+        defaults: dict[str, Any] = {
+            "stage": 3, "quantize_weights": "int8", "secondary": True, "quantize_gradients": ("int8", "int4"),
+        }  # fmt: skip
+        return cls(**{**defaults, **overrides})
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
@@ -58,12 +113,51 @@ class ZeroConfig:
             raise ValueError(
                 f"ZeroConfig(axes={self.axes!r}): axes must be one or two different mesh axis names, outermost first"
             )
-        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
-            raise ValueError(
-                f"ZeroConfig(min_shard_size={self.min_shard_size!r}): min_shard_size is a number of elements, 0 or more"
-            )
+        for field in ("min_shard_size", "min_quantize_size"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"ZeroConfig({field}={value!r}): {field} is a number of elements, 0 or more")
         for field in ("master_dtype", "grad_dtype"):
             object.__setattr__(self, field, _float_name(field, getattr(self, field)))
+        self._check_techniques()
+
+    def _check_techniques(self) -> None:
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"ZeroConfig(rounding={self.rounding!r}): rounding must be 'nearest' or 'stochastic'")
+        object.__setattr__(self, "quantize_weights", _format("quantize_weights", self.quantize_weights, WEIGHT_FORMATS))
+        gradients = self.quantize_gradients
+        if isinstance(gradients, (list, tuple)):
+            if len(gradients) != 2:
+                raise ValueError(
+                    f"ZeroConfig(quantize_gradients={gradients!r}): one format, or a pair (inside the node, between)"
+                )
+            pair = tuple(_format("quantize_gradients", f, GRADIENT_FORMATS) for f in gradients)
+        else:
+            one = _format("quantize_gradients", gradients, GRADIENT_FORMATS)
+            pair = None if one is None else (one, one)
+        object.__setattr__(self, "quantize_gradients", pair)
+        no_effect = {
+            "quantize_weights": self.quantize_weights and self.stage < 3 and "weights are gathered only at stage 3",
+            "secondary": self.secondary and (
+                self.stage < 3 and "weights are gathered only at stage 3"
+                or len(self.axes) < 2 and "a secondary partition needs two axes, ('node', 'local')"),
+            "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces whole gradients; use stage 1 to 3",
+            "rounding": self.rounding != "nearest" and not pair and "it applies to quantize_gradients, which is None",
+            "error_feedback": self.error_feedback and (
+                not pair and "it applies to quantize_gradients, which is None"
+                or len(self.axes) < 2 and "it applies to the hop between nodes, and there is one axis"),
+        }  # fmt: skip
+        for field, reason in no_effect.items():
+            if reason:
+                raise ValueError(f"ZeroConfig({field}={getattr(self, field)!r}, stage={self.stage}): {reason}")
+
+
+def _format(field: str, value: Any, named: dict[str, QuantFormat]) -> QuantFormat | None:
+    if value is None or isinstance(value, QuantFormat):
+        return value
+    if isinstance(value, str) and value in named:
+        return named[value]
+    raise ValueError(f"ZeroConfig({field}={value!r}): use None, {', '.join(map(repr, named))} or a QuantFormat")
 
 
 def _float_name(field: str, value: object) -> str | None:

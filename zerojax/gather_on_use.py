@@ -9,6 +9,7 @@ Knows nothing of meshes, losses or optimizers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -87,9 +88,12 @@ def _cast_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     new = jnp.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(new, jnp.inexact) or not jnp.issubdtype(param.aval.dtype, jnp.inexact):
         return _use_rule(eqn, inputs, scope)
-    if new.itemsize > jnp.dtype(param.shard.dtype).itemsize:  # widening before the gather would widen the wire
+    held = jnp.dtype(param.placement.dtype)
+    if new == param.aval.dtype:  # already cast, where a secondary partition was made ahead of the region
+        return [param]
+    if new.itemsize > held.itemsize or param.is_secondary:  # widening before the gather would widen the wire
         return _view_rule(eqn, inputs, scope)
-    if param.aval.dtype != param.shard.dtype:  # narrowing what was widened after the gather: rounding is per element
+    if param.aval.dtype != held:  # narrowing what was widened after the gather: rounding is per element
         return _view_rule(eqn, inputs, scope)
     return [scope.cast(param, new)]
 
@@ -103,7 +107,7 @@ def _slice_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     param, *indices = inputs
     plain = isinstance(param, Stored) and not any(isinstance(i, Stored) for i in indices)
     out_shape = tuple(eqn.outvars[0].aval.shape)
-    if not plain or param.view or not param.placement.is_sharded:
+    if not plain or param.view or param.is_secondary or not param.placement.is_sharded:
         return (_use_rule if indices or not plain else _view_rule)(eqn, inputs, scope)
     dim, placement = param.placement.dim, param.placement
     strides = eqn.params.get("strides") or (1,) * len(out_shape)
@@ -128,7 +132,7 @@ def _squeeze_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     (param,) = inputs
     dims = tuple(eqn.params["dimensions"])
     sharded = param.placement.dim
-    if param.view or sharded is None or dims != (0,) or sharded == 0:
+    if param.view or param.is_secondary or sharded is None or dims != (0,) or sharded == 0:
         return _view_rule(eqn, inputs, scope)
     shard, slot = param.map_shards(lambda x: lax.squeeze(x, (0,)))
     return [scope.enter(shard, slot, param.placement.without_leading_dim())]
@@ -148,6 +152,7 @@ def _checkpoint_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     if eqn.params["differentiated"]:
         return _use_rule(eqn, inputs, scope)
     inner = scope.nested()
+    inputs = hoist_secondaries(eqn.params["jaxpr"], inputs, scope)
     flat, rebuild = _disassemble(inputs, inner)
 
     def body(*arrays: jax.Array) -> list[jax.Array]:
@@ -172,6 +177,7 @@ def _scan_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
         for i, x in enumerate(consts)
     ]
     carry = [_plain(x) for x in carry]
+    xs = [_unquantized(x) if isinstance(x, Stored) and _is_small_stack(x, scope) else x for x in xs]
     xs = [x if not isinstance(x, Stored) or _can_scan(x, scope) else _plain(x) for x in xs]
     inner = scope.nested()
     flat_consts, rebuild_consts = _disassemble(consts, inner)
@@ -191,11 +197,62 @@ def _scan_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
 _ENTERED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"})
 
 
+def _is_small_stack(param: Stored, scope: Scope) -> bool:
+    """Whether one gather before the loop is better than a tiny one in each iteration."""
+    return math.prod(param.placement.shape[1:]) < scope.min_loop_size
+
+
+def _unquantized(param: Stored) -> Stored:
+    """A stack of norm scales or biases is no matrix, whatever its number of dims: it travels in full precision."""
+    return dataclasses.replace(param, placement=param.placement.unquantized())
+
+
+def hoist_secondaries(jaxpr: Any, inputs: Sequence[Any], scope: Scope) -> list[Any]:
+    """Makes the secondary partitions of a region's parameters outside of it, so that it runs on them alone.
+
+    The region is a checkpointed function, whose recomputation then stays inside the node, or all microbatches of a
+    step. A parameter that every use in the region casts to the same narrower dtype is cast first.
+    """
+    if scope.collectives.secondary is None:
+        return list(inputs)
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    out: list[Any] = []
+    for x, var in zip(inputs, inner.invars, strict=True):
+        if isinstance(x, Stored) and not x.is_secondary:
+            dtypes = _cast_targets(inner, var)
+            if len(dtypes) == 1 and (dtype := dtypes.pop()) is not None and dtype.itemsize < x.placement.dtype.itemsize:
+                x = scope.cast(x, dtype)
+            x = scope.secondary(x, stack=int(_is_scanned_over(inner, var)))
+        out.append(x)
+    return out
+
+
+def _cast_targets(jaxpr: Any, var: Any) -> set[Any]:
+    """The float dtypes to which the uses of a variable cast it; None among them where a use does not cast."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        for position, atom in enumerate(eqn.invars):
+            if atom is not var:
+                continue
+            name = eqn.primitive.name
+            if name == "convert_element_type":
+                dtype = jnp.dtype(eqn.params["new_dtype"])
+                found.add(dtype if jnp.issubdtype(dtype, jnp.floating) else None)
+            elif name in _VIEWS or name in ("dynamic_slice", "stop_gradient"):
+                found |= _cast_targets(jaxpr, eqn.outvars[0])
+            elif name in _ENTERED or name == "scan":
+                body, _ = _compat.open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+                found |= _cast_targets(body, body.invars[position])
+            else:
+                found.add(None)
+    return found | ({None} if any(atom is var for atom in jaxpr.outvars) else set())
+
+
 def _can_scan(param: Stored, scope: Scope) -> bool:
     """Whether a stacked parameter can enter a loop in stored form, one layer in each iteration."""
     placement = param.placement
-    if math.prod(placement.shape[1:]) < scope.min_loop_size:
-        return False  # a small stack: one gather before the loop instead of a tiny one in each iteration
+    if _is_small_stack(param, scope) or param.secondary_stack == 0:
+        return False
     if param.view or not placement.is_sharded:
         if param.view:
             warnings.warn(
@@ -268,10 +325,10 @@ def _disassemble(
 def _rebuild(value: Stored, inner: Scope, layer: bool, start: int, apart: bool, arrays: Sequence[Any]) -> Stored:
     shard = arrays[start]
     slot = None if value.slot is None else arrays[start + 1] if apart else shard
-    out = inner.enter(shard, slot, value.placement.without_leading_dim() if layer else value.placement)
-    for op in value.view:
-        out = out.viewed(op)
-    return out
+    placement, stack = value.placement, value.secondary_stack
+    if layer:
+        placement, stack = placement.without_leading_dim(), None if stack is None else stack - 1
+    return inner.enter(shard, slot, placement, stack).with_view_of(value)
 
 
 _RULES: dict[str, Rule] = {

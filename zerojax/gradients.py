@@ -8,9 +8,8 @@ on it. Source: arXiv 1910.02054, sections 5 and 7. Knows nothing of optimizers.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +18,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax import batches
-from zerojax.collectives import Collectives, identity_gather, plain_collectives
-from zerojax.gather_on_use import evaluate_plain
+from zerojax.accumulation import accumulate
+from zerojax.accumulation import microbatches as microbatches_of
+from zerojax.backward import forward, staged_backward, whole_backward
 from zerojax.layout import Layout
-from zerojax.mesh import other_axes
 from zerojax.placement import Placement
-from zerojax.stored import Scope
 
 Tree = Any
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], layout: Layout, *, has_aux: bool = False, weighted: bool = False
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    *,
+    has_aux: bool = False,
+    weighted: bool = False,
+    microbatches: int = 1,
 ) -> Callable[..., tuple[Any, Tree]]:
     """Replaces `jax.value_and_grad` for parameters in stored form.
 
@@ -42,6 +45,8 @@ def value_and_grad(
         has_aux: see above. Arrays of `aux` whose leading dim is that of the batch come back sharded along it, all other
             float values averaged over the devices.
         weighted: see above.
+        microbatches: number of pieces into which each device's part of the batch is cut, one after the other; loss and
+            gradients are those of the whole batch. A secondary partition of the weights is made once for all of them.
 
     Returns:
         A function of (params in stored form, batch, *rest) that returns (loss, grads), or ((loss, aux), grads). `batch`
@@ -62,26 +67,22 @@ def value_and_grad(
     >>> float(loss), grads["w"].addressable_shards[0].data.shape
     (8.0, (1,))
     """
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
 
     def run(params: Tree, batch: Tree, *rest: Any) -> tuple[Any, Tree]:
         layout.check(params, stored=True)
-        batch_specs = batches.batch_specs(batch, layout)
+        batch_specs = batches.batch_specs(batch, layout, microbatches)
         batches.check_rest(rest)
-        shapes = _output_shapes(loss_fn, layout, batch, rest)
+        shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
         _check_loss(shapes, has_aux, weighted)
-        aux_specs = batches.output_specs(shapes[1], batch, layout) if has_aux else None
+        aux_specs = batches.output_specs(shapes[1], batch, layout, microbatches) if has_aux else None
 
         def local(params: Tree, batch: Tree, rest: Any) -> tuple[Any, Any, list[Any]]:
-            rest = batches.fold_keys(rest, layout)
-            pullback_of = _staged_loss if layout.stage >= 2 else _plain_loss
-            out, pullback = pullback_of(loss_fn, layout, jax.tree.leaves(params), batch, rest)
-            main, aux = out if has_aux else (out, None)
-            loss, seed = _global_mean(main, weighted, layout)
-            cotangent = jax.tree.map(_zero_cotangent, out)
-            cotangent = (seed, cotangent[1]) if has_aux else seed
-            if aux is not None:
-                aux = batches.average_outputs(aux, aux_specs, layout)
-            return loss, aux, pullback(cotangent)
+            return _local_gradients(
+                loss_fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout),
+                _LossKind(has_aux, weighted, microbatches, aux_specs),
+            )  # fmt: skip
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         grad_specs = [_spec(p, layout.stage >= 1) if p.trainable else None for p in layout.leaves]
@@ -122,12 +123,7 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
         out_specs = batches.output_specs(_output_shapes(fn, layout, batch, rest), batch, layout)
 
         def local(params: Tree, batch: Tree, rest: Any) -> Tree:
-            rest = batches.fold_keys(rest, layout)
-            jaxpr, out_tree = _trace(fn, layout, batch, rest)
-            scope = _scope(layout)
-            held = [scope.enter(x, None, p) if _is_stored(p, layout) else x
-                    for x, p in zip(jax.tree.leaves(params), layout.leaves, strict=True)]  # fmt: skip
-            out = out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope))
+            out = forward(fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
             return batches.average_outputs(out, out_specs, layout)
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
@@ -138,80 +134,68 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     return run
 
 
-def _plain_loss(
-    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any
-) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """Stages 0 and 1: whole parameters, the gradient reduced once when the backward pass is over."""
-    collectives = _collectives(layout)
-    trained = [p.trainable for p in layout.leaves]
-
-    def of_trained(values: list[jax.Array]) -> Any:
-        new = iter(values)
-        merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
-        return loss_fn(layout.treedef.unflatten(merged), batch, *rest)
-
-    out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
-
-    def pullback(cotangent: Any) -> list[Any]:
-        grads = iter(vjp(cotangent)[0])
-        out: list[Any] = []
-        for p in layout.leaves:
-            whole = _as_replicated(p) if layout.stage == 0 else p
-            out.append(collectives.reduce(next(grads), whole) if p.trainable else None)
-        return out
-
-    return out, pullback
+class _LossKind(NamedTuple):
+    has_aux: bool
+    weighted: bool
+    microbatches: int
+    aux_specs: Tree
 
 
-def _staged_loss(
-    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any
-) -> tuple[Any, Callable[[Any], list[Any]]]:
-    """Stages 2 and 3: the loss evaluated with parameters in stored form, reduced where the gradient arises.
+def _local_gradients(
+    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, kind: _LossKind
+) -> tuple[Any, Any, list[Any]]:
+    """Global loss, this device's part of the aux, and its reduced gradients."""
+    count = kind.microbatches
+    if layout.stage >= 2:
+        example = jax.tree.map(lambda x: x[0], microbatches_of(batch, count)) if count > 1 else batch
+        backward = staged_backward(loss_fn, layout, leaves, example, rest, repeated=count > 1)
+    else:
+        backward = whole_backward(loss_fn, layout, leaves)
 
-    What is differentiated is the *slot* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that
-    carry the reduced gradient out, for replicated leaves the value.
-    """
-    collectives = _collectives(layout)
-    jaxpr, out_tree = _trace(loss_fn, layout, batch, rest)
-    slots = [
-        None if not p.trainable
-        else jnp.zeros(p.shard_shape, p.dtype) if layout.stage == 2 and p.is_sharded
-        else x
-        for x, p in zip(leaves, layout.leaves, strict=True)
-    ]  # fmt: skip
+    def step(batch: Tree, rest: Any) -> tuple[Any, list[Any]]:
+        out, pullback = backward.run(batch, rest)
+        main = out[0] if kind.has_aux else out
+        # The factor of the mean is the cotangent of the loss: no pass over the gradients is spent on it.
+        cotangent = jax.tree.map(_zero_cotangent, out)
+        seed = _seed(main, kind.weighted, layout, count)
+        return out, pullback((seed, cotangent[1]) if kind.has_aux else seed)
 
-    def of_slots(slots: list[Any]) -> Any:
-        scope = _scope(layout)
-        held: list[Any] = []
-        for x, slot, p in zip(leaves, slots, layout.leaves, strict=True):
-            if not _is_stored(p, layout):
-                held.append(x if slot is None else slot)
-            else:
-                held.append(scope.enter(slot if layout.stage >= 3 and slot is not None else x, slot, p))
-        return out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope))
-
-    out, vjp = jax.vjp(of_slots, slots)
-
-    def pullback(cotangent: Any) -> list[Any]:
-        (grads,) = vjp(cotangent)
-        return [
-            g if g is None or p.is_sharded else collectives.reduce(g, p)
-            for g, p in zip(grads, layout.leaves, strict=True)
-        ]
-
-    return out, pullback
+    if count == 1:
+        out, grads = step(batch, rest)
+    else:
+        out, sums = accumulate(step, batch, rest, count)
+        grads = sums
+    main, aux = out if kind.has_aux else (out, None)
+    loss, factor = _global_loss(main, kind.weighted, layout, count)
+    if factor is not None:
+        grads = [None if g is None else g * factor for g in grads]
+    grads = [None if g is None else g.astype(p.dtype) for g, p in zip(grads, layout.leaves, strict=True)]
+    if kind.has_aux:
+        if count > 1:
+            aux = batches.merge_microbatches(aux, kind.aux_specs, layout)
+        aux = batches.average_outputs(aux, kind.aux_specs, layout)
+    return loss, aux, backward.finish(grads)
 
 
-def _global_mean(main: Any, weighted: bool, layout: Layout) -> tuple[jax.Array, Any]:
-    """The global loss and the cotangent of this device's output for which the summed gradients are its gradient."""
+def _seed(main: Any, weighted: bool, layout: Layout, count: int) -> Any:
+    """The cotangent of one device's (microbatch's) output for which the summed gradients are the global one's."""
+    share = 1.0 / (layout.num_shards * count)
+    if not weighted:
+        return jnp.full_like(main, share)
+    total, weight = main
+    if count > 1:  # the weight of all microbatches is known only afterwards
+        return jnp.full_like(total, share), _zero_cotangent(weight)
+    weights = lax.psum(weight.astype(jnp.float32), layout.config.axes)
+    return (1.0 / weights).astype(total.dtype), _zero_cotangent(weight)
+
+
+def _global_loss(main: Any, weighted: bool, layout: Layout, count: int) -> tuple[jax.Array, jax.Array | None]:
+    """The global loss, and the factor that the summed gradients still lack (None: none)."""
     axes = layout.config.axes
     if not weighted:
-        seed = jnp.full_like(main, 1.0 / layout.num_shards)
-        return lax.pmean(main, axes), seed
-    total, weight = main
-    weights = lax.psum(weight.astype(jnp.float32), axes)
-    loss = lax.psum(total.astype(jnp.float32), axes) / weights
-    return loss, ((1.0 / weights).astype(total.dtype), _zero_cotangent(weight))
+        return lax.pmean(jnp.mean(main, dtype=main.dtype), axes), None
+    total, weight = (lax.psum(jnp.sum(x.astype(jnp.float32)), axes) for x in main)
+    return total / weight, None if count == 1 else layout.num_shards * count / weight
 
 
 def _zero_cotangent(x: jax.Array) -> Any:
@@ -220,15 +204,9 @@ def _zero_cotangent(x: jax.Array) -> Any:
     return np.zeros(x.shape, jax.dtypes.float0)
 
 
-def _trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tuple[Any, Any]:
-    """The jaxpr of `fn` on logical parameters and this device's inputs, and the structure of its output."""
-    jaxpr, shape = jax.make_jaxpr(lambda p, b, r: fn(p, b, *r), return_shape=True)(layout.logical_shapes(), batch, rest)
-    return jaxpr, jax.tree.structure(shape)
-
-
-def _output_shapes(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> Tree:
+def _output_shapes(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1) -> Tree:
     """Shapes of the function's outputs on one device, traced where the data axes can be named."""
-    local_batch = batches.local_shapes(batch, layout)
+    local_batch = batches.local_shapes(batch, layout, microbatches)
     found: list[Tree] = []
 
     def probe() -> None:
@@ -262,22 +240,5 @@ def _check_loss(shapes: Tree, has_aux: bool, weighted: bool) -> None:
             raise ValueError(f"the {name} that loss_fn returns must be a float, but it has dtype {x.dtype}")
 
 
-def _collectives(layout: Layout) -> Collectives:
-    plain = plain_collectives(other_axes(layout.mesh, layout.config.axes), layout.config.grad_dtype)
-    return plain if layout.stage >= 3 else identity_gather(plain)
-
-
-def _scope(layout: Layout) -> Scope:
-    return Scope(_collectives(layout), min_loop_size=layout.config.min_shard_size)
-
-
-def _is_stored(placement: Placement, layout: Layout) -> bool:
-    return placement.is_sharded and layout.stage >= 2
-
-
 def _spec(placement: Placement, sharded: bool) -> PartitionSpec:
     return placement.data_spec if sharded else PartitionSpec()
-
-
-def _as_replicated(placement: Placement) -> Placement:
-    return dataclasses.replace(placement, dim=None, padding=0)

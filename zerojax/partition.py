@@ -79,6 +79,7 @@ def partition(
                 min_shard_size=config.min_shard_size,
                 spec=_check_spec(path, leaf.shape, spec, mesh, config.axes, own=specs is None),
                 trainable=bool(train),
+                quantize_above=config.min_quantize_size,
             )
         )
     return Layout(mesh, config, jax.tree.unflatten(treedef, placements))

@@ -36,6 +36,7 @@ class Placement:
         reason: why the leaf is placed so, in words for `Layout.describe`.
         spec: the leaf's own PartitionSpec over the other mesh axes, one entry per dim.
         trainable: whether the leaf gets gradients and optimizer state.
+        quantize_above: fewest elements with which the leaf travels quantised where a technique quantises; None: never.
     """
 
     path: str
@@ -48,6 +49,13 @@ class Placement:
     reason: str
     spec: tuple[None | str | tuple[str, ...], ...]
     trainable: bool = True
+    quantize_above: int | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the leaf may travel quantised: it has two dims or more and enough elements."""
+        big = self.quantize_above is not None and math.prod(self.shape) >= self.quantize_above
+        return big and len(self.shape) >= 2 and self.is_sharded and jnp.issubdtype(self.dtype, jnp.floating)
 
     @property
     def is_sharded(self) -> bool:
@@ -115,6 +123,10 @@ class Placement:
         assert self.dim is None or shape[self.dim] == self.shape[self.dim]
         return dataclasses.replace(self, shape=tuple(shape))
 
+    def unquantized(self) -> Placement:
+        """The same split of a leaf that always travels in full precision."""
+        return dataclasses.replace(self, quantize_above=None)
+
     def with_dtype(self, dtype: np.dtype) -> Placement:
         """The same split of a leaf of another dtype."""
         return dataclasses.replace(self, dtype=jnp.dtype(dtype))
@@ -130,6 +142,7 @@ def place(
     min_shard_size: int,
     spec: PartitionSpec | None = None,
     trainable: bool = True,
+    quantize_above: int | None = None,
 ) -> Placement:
     """Chooses the dim to split: the largest that divides evenly, else the one that padding wastes least on.
 
@@ -145,6 +158,7 @@ def place(
         min_shard_size: leaves with fewer elements stay replicated.
         spec: the leaf's own PartitionSpec over the other mesh axes; its dims are not split again.
         trainable: recorded in the placement.
+        quantize_above: recorded in the placement.
 
     >>> place("['w']", (50257, 768), jnp.dtype("float32"), axes=("data",), num_shards=8, min_shard_size=0).dim
     1
@@ -155,8 +169,9 @@ def place(
 
     def record(dim: int | None, padding: int, reason: str) -> Placement:
         return Placement(
-            path, tuple(shape), jnp.dtype(dtype), dim, axes, num_shards, padding, reason, entries, trainable
-        )
+            path, tuple(shape), jnp.dtype(dtype), dim, axes, num_shards, padding, reason, entries, trainable,
+            quantize_above,
+        )  # fmt: skip
 
     if num_shards == 1:
         return record(None, 0, "one device along the data axes")

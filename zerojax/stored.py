@@ -42,16 +42,20 @@ class Scope:
         self.barrier = barrier
         self.min_loop_size = min_loop_size
         self._casts: dict[tuple[int, np.dtype], Stored] = {}
-        self._alive: list[Stored] = []  # keeps the ids in _casts from being reused
+        self._secondaries: dict[int, Stored] = {}
+        self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
 
     def nested(self) -> Scope:
         """A scope for the body of a loop or of a checkpointed function."""
         return Scope(self.collectives, barrier=False, min_loop_size=self.min_loop_size)
 
-    def enter(self, shard: jax.Array, slot: jax.Array | None, placement: Placement) -> Stored:
+    def enter(
+        self, shard: Any, slot: jax.Array | None, placement: Placement, secondary_stack: int | None = None
+    ) -> Stored:
         """A parameter of this scope; `slot` is the shard-shaped input whose cotangent is the reduced gradient."""
         holder = None if slot is None else _placeholder(slot, placement, self.collectives)
-        return Stored(self, shard, slot, placement, holder, (), jax.ShapeDtypeStruct(placement.shape, shard.dtype))
+        aval = jax.ShapeDtypeStruct(placement.shape, placement.dtype)
+        return Stored(self, shard, slot, placement, holder, (), aval, secondary_stack=secondary_stack)
 
     def cast(self, stored: Stored, dtype: np.dtype) -> Stored:
         """The parameter in a narrower dtype, cast before it is gathered; the same cast twice is one parameter."""
@@ -60,10 +64,22 @@ class Scope:
             shard, slot = stored.map_shards(lambda x: lax.convert_element_type(x, dtype))
             self._casts[key] = self.enter(shard, slot, stored.placement.with_dtype(dtype))
             self._alive.append(stored.root)
-        out = self._casts[key]
-        for op in stored.view:
-            out = out.viewed(op)
-        return out
+        return self._casts[key].with_view_of(stored)
+
+    def secondary(self, stored: Stored, stack: int = 0) -> Stored:
+        """The parameter held as its node-local secondary partition, made once in this scope.
+
+        Without a secondary partition, the parameter as it is. `stack` counts leading dims that will be scanned over.
+        """
+        make = self.collectives.secondary
+        if make is None or stored.is_secondary or not stored.placement.is_sharded:
+            return stored
+        root = stored.root
+        if id(root) not in self._secondaries:
+            held = make(lax.stop_gradient(root.shard), root.placement, stack)
+            self._secondaries[id(root)] = dataclasses.replace(root, shard=held, secondary_stack=stack)
+            self._alive.append(root)
+        return self._secondaries[id(root)].with_view_of(stored)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,22 +88,30 @@ class Stored:
 
     Attributes:
         scope: the scope it belongs to.
-        shard: what this device holds (local shard at stage 3, the full leaf at stage 2).
+        shard: what this device holds: the local shard at stage 3, the full leaf at stage 2, or the secondary partition.
         slot: local, of the shard's shape; carries the gradient out. None: no gradient is wanted. Often `shard` itself.
         placement: placement of the leaf as this scope sees it.
         placeholder: full-shaped, after the view; its cotangent is summed over uses and reduced once.
         view: shape-only operations applied after the gather.
         aval: shape and dtype after the view, as the program sees the parameter.
+        origin: the parameter before the view, or None.
+        secondary_stack: None for a shard; for a secondary partition, its number of leading dims to be scanned over.
     """
 
     scope: Scope
-    shard: jax.Array
+    shard: Any
     slot: jax.Array | None
     placement: Placement
     placeholder: jax.Array | None
     view: tuple[Op, ...]
     aval: jax.ShapeDtypeStruct
     origin: Stored | None = None
+    secondary_stack: int | None = None
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether what is held is the secondary partition."""
+        return self.secondary_stack is not None
 
     @property
     def root(self) -> Stored:
@@ -100,6 +124,21 @@ class Stored:
         return dataclasses.replace(
             self, placeholder=holder, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root
         )
+
+    def with_view_of(self, other: Stored) -> Stored:
+        """This parameter under the view of another."""
+        out = self
+        for op in other.view:
+            out = out.viewed(op)
+        return out
+
+    def gathered(self, shard: Any) -> jax.Array:
+        """The full array under the view, from what is held (or a later version of it)."""
+        move = self.scope.collectives.gather_secondary if self.is_secondary else self.scope.collectives.gather
+        full = move(shard, self.placement)
+        for op in self.view:
+            full = op(full)
+        return full
 
     def map_shards(self, op: Op) -> tuple[jax.Array, jax.Array | None]:
         """An operation on what is held, and the same on the slot."""
@@ -126,20 +165,14 @@ def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[An
         apply: the operation on plain local arrays; must not close over traced values.
         args: its arguments; `Stored` ones are gathered here and again in the backward pass.
     """
+    args = [a.scope.secondary(a) if isinstance(a, Stored) else a for a in args]
     stored = [a for a in args if isinstance(a, Stored)]
     where = [isinstance(a, Stored) for a in args]
     others = [a for a in args if not isinstance(a, Stored)]
-    scope = stored[0].scope
-    gather, barrier = scope.collectives.gather, scope.barrier
+    barrier = stored[0].scope.barrier
 
-    def gathered(shards: Sequence[jax.Array]) -> list[jax.Array]:
-        fulls = []
-        for s, shard in zip(stored, shards, strict=True):
-            full = gather(shard, s.placement)
-            for op in s.view:
-                full = op(full)
-            fulls.append(full)
-        return fulls
+    def gathered(shards: Sequence[Any]) -> list[jax.Array]:
+        return [s.gathered(shard) for s, shard in zip(stored, shards, strict=True)]
 
     def merged(fulls: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         fulls, rest = iter(fulls), iter(rest)

@@ -1,0 +1,168 @@
+"""One device's forward and backward pass on its part of the batch, and where its gradients are reduced.
+
+Stages 0 and 1 differentiate the loss on whole parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
+with parameters in stored form, so that each gradient is reduced where it arises; what is differentiated there is the
+*slot* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that carry the reduced gradient out.
+Runs inside `shard_map` over the data axes; knows nothing of batches' specs, loss kinds or accumulation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.collectives import Collectives, identity_gather, plain_collectives
+from zerojax.gather_on_use import evaluate_plain, hoist_secondaries
+from zerojax.layout import Layout
+from zerojax.mesh import other_axes
+from zerojax.placement import Placement
+from zerojax.quantized_collectives import quantized_gradients, quantized_weights
+from zerojax.stored import Scope, Stored
+
+Tree = Any
+
+
+class Backward(NamedTuple):
+    """A loss made ready for differentiation on one device.
+
+    Attributes:
+        run: (batch, rest) -> (the loss function's output, a pullback from its cotangent to one partial gradient per
+            leaf, None for leaves that are not trained).
+        finish: partial gradients, possibly summed over several runs -> this device's reduced gradients.
+    """
+
+    run: Callable[[Tree, Any], tuple[Any, Callable[[Any], list[Any]]]]
+    finish: Callable[[list[Any]], list[Any]]
+
+
+def whole_backward(loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array]) -> Backward:
+    """Stages 0 and 1: whole parameters; partial gradients are whole and not reduced."""
+    collectives = layout_collectives(layout)
+    trained = [p.trainable for p in layout.leaves]
+
+    def run(batch: Tree, rest: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
+        def of_trained(values: list[jax.Array]) -> Any:
+            new = iter(values)
+            merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
+            return loss_fn(layout.treedef.unflatten(merged), batch, *rest)
+
+        out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
+
+        def pullback(cotangent: Any) -> list[Any]:
+            grads = iter(vjp(cotangent)[0])
+            return [next(grads) if t else None for t in trained]
+
+        return out, pullback
+
+    def finish(grads: list[Any]) -> list[Any]:
+        placed = [_replicated(p) if layout.stage == 0 else p for p in layout.leaves]
+        return [None if g is None else collectives.reduce(g, p) for g, p in zip(grads, placed, strict=True)]
+
+    return Backward(run, finish)
+
+
+def staged_backward(
+    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, repeated: bool
+) -> Backward:
+    """Stages 2 and 3: partial gradients of sharded leaves are reduced shards, those of replicated leaves are local.
+
+    Args:
+        loss_fn: the loss on whole parameters.
+        layout: the layout.
+        leaves: the parameters in stored form.
+        batch: an example of what `run` will be given, for its shapes.
+        rest: the same.
+        repeated: whether `run` is called for several microbatches: secondary partitions are then made once, for all.
+    """
+    collectives = layout_collectives(layout)
+    jaxpr, out_tree = trace(loss_fn, layout, batch, rest)
+    outer = layout_scope(layout)
+    held: list[Any] = [
+        outer.enter(x, x if p.trainable else None, p) if is_stored(p, layout) else x
+        for x, p in zip(leaves, layout.leaves, strict=True)
+    ]
+    if repeated:
+        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], outer)[: len(held)]
+
+    def run(batch: Tree, rest: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
+        def of_slots(slots: list[Any]) -> Any:
+            scope = layout_scope(layout)
+            args = [_entered(x, slot, layout, scope) for x, slot in zip(held, slots, strict=True)]
+            return out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope))
+
+        out, vjp = jax.vjp(of_slots, [_slot(x, p, layout) for x, p in zip(leaves, layout.leaves, strict=True)])
+        return out, lambda cotangent: vjp(cotangent)[0]
+
+    def finish(grads: list[Any]) -> list[Any]:
+        return [
+            g if g is None or p.is_sharded else collectives.reduce(g, p)
+            for g, p in zip(grads, layout.leaves, strict=True)
+        ]
+
+    return Backward(run, finish)
+
+
+def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any) -> Tree:
+    """Runs a function on stored parameters without gradients."""
+    jaxpr, out_tree = trace(fn, layout, batch, rest)
+    scope = layout_scope(layout)
+    held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
+    return out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope))
+
+
+def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tuple[Any, Any]:
+    """The jaxpr of `fn` on logical parameters and this device's inputs, and the structure of its output."""
+    jaxpr, shape = jax.make_jaxpr(lambda p, b, r: fn(p, b, *r), return_shape=True)(layout.logical_shapes(), batch, rest)
+    return jaxpr, jax.tree.structure(shape)
+
+
+def layout_collectives(layout: Layout) -> Collectives:
+    """The movements that a layout's configuration asks for, on its mesh."""
+    config = layout.config
+    others = other_axes(layout.mesh, config.axes)
+    out = plain_collectives(others, config.grad_dtype, secondary=has_secondary(layout))
+    if config.quantize_weights is not None:
+        out = quantized_weights(out, config.quantize_weights, others)  # type: ignore[arg-type]
+    if config.quantize_gradients is not None:
+        out = quantized_gradients(out, config.quantize_gradients, config.axes, config.rounding, others)  # type: ignore[arg-type]
+    return out if layout.stage >= 3 else identity_gather(out)
+
+
+def has_secondary(layout: Layout) -> bool:
+    """Whether a secondary partition differs from both the shard and the whole leaf on this mesh."""
+    return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)
+
+
+def layout_scope(layout: Layout) -> Scope:
+    """A top-level scope for a layout."""
+    return Scope(layout_collectives(layout), min_loop_size=layout.config.min_shard_size)
+
+
+def is_stored(placement: Placement, layout: Layout) -> bool:
+    """Whether the leaf enters the evaluator in stored form."""
+    return placement.is_sharded and layout.stage >= 2
+
+
+def _slot(x: jax.Array, p: Placement, layout: Layout) -> jax.Array | None:
+    if not p.trainable:
+        return None
+    return jnp.zeros(p.shard_shape, p.dtype) if layout.stage == 2 and p.is_sharded else x
+
+
+def _entered(x: Any, slot: jax.Array | None, layout: Layout, scope: Scope) -> Any:
+    """A leaf as the evaluator takes it, under differentiation with respect to its slot."""
+    if not isinstance(x, Stored):
+        return x if slot is None else slot
+    if x.is_secondary:
+        narrow = None if slot is None else slot.astype(x.placement.dtype)
+        return scope.enter(x.shard, narrow, x.placement, x.secondary_stack)
+    return scope.enter(slot if layout.stage >= 3 and slot is not None else x.shard, slot, x.placement)
+
+
+def _replicated(placement: Placement) -> Placement:
+    return dataclasses.replace(placement, dim=None, padding=0)
