@@ -144,6 +144,11 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     ) -> tuple[Tree, ZeroState]:
         _check_state(state, layout_id, layout)
         of_state = placements()
+        if jax.tree.structure(state.inner) != jax.tree.structure(of_state):
+            raise ValueError(
+                "the optimizer state is of another optimizer than the one wrapped here (the structures of their states "
+                "differ); create it with zero(tx, layout).init(params) of this optimizer"
+            )
         if params is None and state.master is not None and any(has_master(p, layout) for p in layout.leaves):
             raise ValueError("zero(...).update needs params (third argument) when there are master weights")
         if params is not None:
