@@ -44,6 +44,8 @@ def make_mesh(
     {'node': 2, 'local': 4}
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("make_mesh: no devices given; pass devices=jax.devices() or leave it out")
     if len(set(devices)) != len(devices):
         raise ValueError(f"make_mesh: the {len(devices)} devices given are not all different")
     hosts = _group_by_host(devices)
