@@ -42,12 +42,12 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
     add("--nodes", type=int, help="nodes of the mesh (default: 2 when simulated, else one per host)")
     add("--devices-per-node", type=int, help="devices in each node (default: 4 when simulated, else all of a host)")
     add("--layers", type=int, default=4)
-    add("--d-model", type=int, default=160)
+    add("--d-model", type=int, default=144)
     add("--heads", type=int, default=4)
     add("--seq", type=int, default=64, help="bytes in a training window")
-    add("--batch", type=int, default=16, help="windows in a step, over all devices")
-    add("--steps", type=int, default=200)
-    add("--learning-rate", type=float, default=3e-3)
+    add("--batch", type=int, default=8, help="windows in a step, over all devices")
+    add("--steps", type=int, default=300)
+    add("--learning-rate", type=float, default=1e-3)
     add("--precision", choices=PRECISIONS, default="mixed", help="mixed: float32 parameters, bfloat16 compute")
     add("--dropout", type=float, default=0.0, help="masks differ per device, so the two runs then differ too")
     add("--remat", action="store_true", help="recompute each block's activations in the backward pass")
@@ -75,6 +75,7 @@ class Setup(NamedTuple):
 
     name: str
     params: Any
+    opt_state: Any
     tx: optax.GradientTransformation
     grad_fn: Callable[..., tuple[jax.Array, Any]]  # (params, batch, *key) -> loss, grads
     evaluate: Callable[..., jax.Array]  # (params, batch) -> loss
@@ -88,8 +89,15 @@ def set_up_plain(config: GPTConfig, tx: optax.GradientTransformation, key: jax.A
     params = jax.jit(functools.partial(init_params, config))(jax.device_put(key, device))
     if config.param_dtype != jnp.float32:
         tx = with_master_weights(tx)
-    put = functools.partial(jax.device_put, device=device)
-    return Setup("plain optax, 1 device", params, tx, jax.value_and_grad(loss_fn), jax.jit(loss_fn), put)
+    return Setup(
+        name="plain optax, 1 device",
+        params=params,
+        opt_state=jax.device_put(tx.init(params), device),
+        tx=tx,
+        grad_fn=jax.value_and_grad(loss_fn),
+        evaluate=jax.jit(loss_fn),
+        put=functools.partial(jax.device_put, device=device),
+    )
 
 
 def set_up_zero(
@@ -101,11 +109,13 @@ def set_up_zero(
     layout = zerojax.partition(jax.eval_shape(init, key), mesh, zerojax.ZeroConfig(stage=stage))
     if jax.process_index() == 0:
         print(layout.describe())
+    params, tx = layout.init(init, key), zerojax.zero(tx, layout)
     batch_sharding = NamedSharding(mesh, PartitionSpec(layout.config.axes))
     return Setup(
         name=f"ZeRO stage {stage}, {mesh.devices.size} devices",
-        params=layout.init(init, key),
-        tx=zerojax.zero(tx, layout),
+        params=params,
+        opt_state=tx.init(params),
+        tx=tx,
         grad_fn=zerojax.value_and_grad(loss_fn, layout),
         evaluate=jax.jit(zerojax.apply(loss_fn, layout)),
         put=lambda batch: jax.make_array_from_callback(batch.shape, batch_sharding, lambda index: batch[index]),
@@ -144,7 +154,7 @@ def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None
 
     rng = np.random.default_rng(flags.seed)
     held_out = [setup.put(sample_batch(text.validation, rng, flags.batch, flags.seq)) for _ in range(8)]
-    params, opt_state = setup.params, setup.tx.init(setup.params)
+    params, opt_state = setup.params, setup.opt_state
     first = setup.put(sample_batch(text.train, rng, flags.batch, flags.seq))
     keys = [(jax.random.fold_in(jax.random.key(flags.seed), i),) if flags.dropout else () for i in range(flags.steps)]
     grads = jax.jit(setup.grad_fn)(params, first, *keys[0])[1]

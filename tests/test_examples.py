@@ -13,8 +13,9 @@ TINY = ("--layers", "2", "--d-model", "64", "--heads", "2", "--seq", "32", "--ba
 
 
 def run_example(name: str, *flags: str) -> str:
-    # The script itself must simulate its devices and find the platform.
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    # Not the devices that conftest.py simulates: the script must do that itself. Compiling fast matters more here than
+    # running fast.
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / name), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -31,13 +32,12 @@ def train_gpt(out: Path, *flags: str) -> dict:
 # Which classes of training state a stage divides.
 DIVIDED = {
     0: set(),
-    1: {"optimizer state"},
-    2: {"optimizer state", "gradients"},
+    1: {"optimizer state", "gradients"},  # whole only while the backward pass runs
     3: {"optimizer state", "gradients", "parameters"},
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_each_stage_trains_as_plain_optax_does_and_holds_less(stage, tmp_path):
     plain, zero = train_gpt(tmp_path, "--stage", str(stage), "--precision", "float32")["runs"]
     # Equal up to the order of float32 sums: each loss is a mean over 256 bytes, and 4 steps do not amplify 1e-6 much.
