@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zerojax import _compat
 
 Tree = Any
-Step = Callable[[Tree, Any], tuple[Any, list[Any]]]
+Step = Callable[[Tree, Any, list[Any]], tuple[Any, list[Any], list[Any]]]
 
 
 def microbatches(batch: Tree, count: int) -> Tree:
@@ -27,28 +27,33 @@ def microbatches(batch: Tree, count: int) -> Tree:
     )
 
 
-def accumulate(step: Step, batch: Tree, rest: Any, count: int) -> tuple[Any, list[Any]]:
+def accumulate(
+    step: Step, batch: Tree, rest: Any, feedback: list[Any], count: int
+) -> tuple[Any, list[Any], list[Any]]:
     """Runs `step` on each microbatch in a loop.
 
     Args:
-        step: (microbatch, rest) -> (values, partial gradients).
+        step: (microbatch, rest, feedback) -> (values, partial gradients, new feedback).
         batch: this device's batch.
         rest: further arguments; PRNG keys are folded with the index of the microbatch.
+        feedback: error feedback of each leaf, handed from microbatch to microbatch.
         count: number of microbatches.
 
     Returns:
-        The values stacked along a new leading dim, and the float32 sums of the gradients.
+        The values stacked along a new leading dim, the float32 sums of the gradients, and the last feedback.
     """
     micro = microbatches(batch, count)
 
-    def body(sums: list[Any], part: tuple[jax.Array, Tree]) -> tuple[list[Any], Any]:
+    def body(carry: tuple[list[Any], list[Any]], part: tuple[jax.Array, Tree]) -> tuple[Any, Any]:
+        sums, feedback = carry
         index, inputs = part
         keyed = jax.tree.map(lambda x: jax.random.fold_in(x, index) if _compat.is_prng_key(x) else x, rest)
-        values, grads = step(inputs, keyed)
-        return [s if g is None else s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)], values
+        values, grads, feedback = step(inputs, keyed, feedback)
+        sums = [s if g is None else s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+        return (sums, feedback), values
 
     first = jax.tree.map(lambda x: x[0], micro)
-    _, shapes = jax.eval_shape(step, first, rest)
+    _, shapes, _ = jax.eval_shape(step, first, rest, feedback)
     zeros = [None if g is None else jnp.zeros(g.shape, jnp.promote_types(g.dtype, jnp.float32)) for g in shapes]
-    sums, values = jax.lax.scan(body, zeros, (jnp.arange(count), micro))
-    return values, sums
+    (sums, feedback), values = jax.lax.scan(body, (zeros, feedback), (jnp.arange(count), micro))
+    return values, sums, feedback

@@ -25,19 +25,21 @@ from zerojax.quantized_collectives import quantized_gradients, quantized_weights
 from zerojax.stored import Scope, Stored
 
 Tree = Any
+Reduced = tuple[list[Any], list[Any]]
 
 
 class Backward(NamedTuple):
     """A loss made ready for differentiation on one device.
 
     Attributes:
-        run: (batch, rest) -> (the loss function's output, a pullback from its cotangent to one partial gradient per
-            leaf, None for leaves that are not trained).
-        finish: partial gradients, possibly summed over several runs -> this device's reduced gradients.
+        run: (batch, rest, feedback) -> (the loss function's output, a pullback from its cotangent to one partial
+            gradient per leaf, None for leaves that are not trained, and the new feedback per leaf).
+        finish: (partial gradients, possibly summed over several runs, feedback) -> this device's reduced gradients and
+            the new feedback.
     """
 
-    run: Callable[[Tree, Any], tuple[Any, Callable[[Any], list[Any]]]]
-    finish: Callable[[list[Any]], list[Any]]
+    run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Reduced]]]
+    finish: Callable[[list[Any], list[Any]], Reduced]
 
 
 def whole_backward(loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array]) -> Backward:
@@ -45,7 +47,7 @@ def whole_backward(loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax
     collectives = layout_collectives(layout)
     trained = [p.trainable for p in layout.leaves]
 
-    def run(batch: Tree, rest: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
         def of_trained(values: list[jax.Array]) -> Any:
             new = iter(values)
             merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
@@ -53,15 +55,21 @@ def whole_backward(loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax
 
         out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
 
-        def pullback(cotangent: Any) -> list[Any]:
+        def pullback(cotangent: Any) -> Reduced:
             grads = iter(vjp(cotangent)[0])
-            return [next(grads) if t else None for t in trained]
+            return [next(grads) if t else None for t in trained], feedback
 
         return out, pullback
 
-    def finish(grads: list[Any]) -> list[Any]:
-        placed = [_replicated(p) if layout.stage == 0 else p for p in layout.leaves]
-        return [None if g is None else collectives.reduce(g, p) for g, p in zip(grads, placed, strict=True)]
+    def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
+        pairs = []
+        for g, lost, p in zip(grads, feedback, layout.leaves, strict=True):
+            if g is None or lost is None:
+                placed = _replicated(p) if layout.stage == 0 else p
+                pairs.append((None if g is None else collectives.reduce(g, placed), lost))
+            else:
+                pairs.append(collectives.reduce_with_feedback(g, lost, p))
+        return [g for g, _ in pairs], [lost for _, lost in pairs]
 
     return Backward(run, finish)
 
@@ -89,20 +97,22 @@ def staged_backward(
     if repeated:
         held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], outer)[: len(held)]
 
-    def run(batch: Tree, rest: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
-        def of_slots(slots: list[Any]) -> Any:
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
+        def of_slots(slots: list[Any], feedback: list[Any]) -> Any:
             scope = layout_scope(layout)
-            args = [_entered(x, slot, layout, scope) for x, slot in zip(held, slots, strict=True)]
+            args = [_entered(*parts, layout, scope) for parts in zip(held, slots, feedback, strict=True)]
             return out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope))
 
-        out, vjp = jax.vjp(of_slots, [_slot(x, p, layout) for x, p in zip(leaves, layout.leaves, strict=True)])
-        return out, lambda cotangent: vjp(cotangent)[0]
+        slots = [_slot(x, p, layout) for x, p in zip(leaves, layout.leaves, strict=True)]
+        out, vjp = jax.vjp(of_slots, slots, feedback)
+        return out, vjp
 
-    def finish(grads: list[Any]) -> list[Any]:
-        return [
+    def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
+        reduced = [
             g if g is None or p.is_sharded else collectives.reduce(g, p)
             for g, p in zip(grads, layout.leaves, strict=True)
         ]
+        return reduced, feedback
 
     return Backward(run, finish)
 
@@ -154,14 +164,15 @@ def _slot(x: jax.Array, p: Placement, layout: Layout) -> jax.Array | None:
     return jnp.zeros(p.shard_shape, p.dtype) if layout.stage == 2 and p.is_sharded else x
 
 
-def _entered(x: Any, slot: jax.Array | None, layout: Layout, scope: Scope) -> Any:
-    """A leaf as the evaluator takes it, under differentiation with respect to its slot."""
+def _entered(x: Any, slot: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope) -> Any:
+    """A leaf as the evaluator takes it, under differentiation with respect to its slot and feedback."""
     if not isinstance(x, Stored):
         return x if slot is None else slot
     if x.is_secondary:
         narrow = None if slot is None else slot.astype(x.placement.dtype)
-        return scope.enter(x.shard, narrow, x.placement, x.secondary_stack)
-    return scope.enter(slot if layout.stage >= 3 and slot is not None else x.shard, slot, x.placement)
+        return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
+    shard = slot if layout.stage >= 3 and slot is not None else x.shard
+    return scope.enter(shard, slot, x.placement, feedback=feedback)
 
 
 def _replicated(placement: Placement) -> Placement:

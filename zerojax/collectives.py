@@ -34,8 +34,9 @@ class Collectives(NamedTuple):
         gather_secondary: (secondary, placement) -> the full logical leaf, over the innermost axis only.
         reduce: (full logical leaf, placement) -> this device's shard of the sum over all devices; for a replicated leaf
             the sum itself.
+        reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what this
+            one lost); the losses are those of this device's chunk in the hop between nodes. Nothing is lost unquantised.
         gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis.
-        secondary_bytes: the same for making the secondary; a gather from it then costs the innermost part only.
         reduce_bytes: the same for `reduce`.
     """
 
@@ -43,6 +44,7 @@ class Collectives(NamedTuple):
     secondary: Callable[[jax.Array, Placement, int], Held] | None
     gather_secondary: Callable[[Held, Placement], jax.Array]
     reduce: Callable[[jax.Array, Placement], jax.Array]
+    reduce_with_feedback: Callable[[jax.Array, jax.Array, Placement], tuple[jax.Array, jax.Array]]
     gather_bytes: Callable[[Placement, Sizes], dict[str, int]]
     reduce_bytes: Callable[[Placement, Sizes], dict[str, int]]
 
@@ -85,9 +87,15 @@ def plain_collectives(
         wire = placement if grad_dtype is None else placement.with_dtype(jnp.dtype(grad_dtype))
         return _reduce_bytes(wire, sizes)
 
+    def reduce_with_feedback(
+        full: jax.Array, feedback: jax.Array, placement: Placement
+    ) -> tuple[jax.Array, jax.Array]:
+        return reduce(full, placement), jnp.zeros_like(feedback)
+
     return Collectives(
-        gather, make_secondary if secondary else None, gather_secondary, reduce, gather_bytes, reduce_bytes
-    )
+        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_with_feedback, gather_bytes,
+        reduce_bytes,
+    )  # fmt: skip
 
 
 def identity_gather(collectives: Collectives) -> Collectives:
@@ -98,7 +106,7 @@ def identity_gather(collectives: Collectives) -> Collectives:
 
 
 def within_other_axes(
-    fn: Callable[[jax.Array], Any],
+    fn: Callable[[Any], Any],
     placement: Placement,
     other_axes: tuple[str, ...],
     in_spec: Any = None,

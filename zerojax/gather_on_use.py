@@ -123,8 +123,8 @@ def _slice_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
         limit[dim] = x.shape[dim]
         return lax.slice(x, start, limit, strides)
 
-    shard, slot = param.map_shards(cut)
-    return [scope.enter(shard, slot, placement.with_shape(out_shape))]
+    shard, slot, feedback = param.map_shards(cut)
+    return [scope.enter(shard, slot, placement.with_shape(out_shape), feedback=feedback)]
 
 
 def _squeeze_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
@@ -134,8 +134,8 @@ def _squeeze_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     sharded = param.placement.dim
     if param.view or param.is_secondary or sharded is None or dims != (0,) or sharded == 0:
         return _view_rule(eqn, inputs, scope)
-    shard, slot = param.map_shards(lambda x: lax.squeeze(x, (0,)))
-    return [scope.enter(shard, slot, param.placement.without_leading_dim())]
+    shard, slot, feedback = param.map_shards(lambda x: lax.squeeze(x, (0,)))
+    return [scope.enter(shard, slot, param.placement.without_leading_dim(), feedback=feedback)]
 
 
 def _stop_gradient_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
@@ -314,21 +314,20 @@ def _disassemble(
             flat.append(value)
             recipe.append(lambda arrays, i=start: arrays[i])
             continue
-        flat.append(value.shard)
-        apart = value.slot is not None and value.slot is not value.shard
-        if apart:
-            flat.append(value.slot)
-        recipe.append(functools.partial(_rebuild, value, inner, layer, start, apart))
+        slot = None if value.slot is value.shard else value.slot  # often one array is both: it crosses once
+        flat.append((value.shard, slot, value.feedback))
+        recipe.append(functools.partial(_rebuild, value, inner, layer, start))
     return flat, lambda arrays: [make(arrays) for make in recipe]
 
 
-def _rebuild(value: Stored, inner: Scope, layer: bool, start: int, apart: bool, arrays: Sequence[Any]) -> Stored:
-    shard = arrays[start]
-    slot = None if value.slot is None else arrays[start + 1] if apart else shard
+def _rebuild(value: Stored, inner: Scope, layer: bool, start: int, arrays: Sequence[Any]) -> Stored:
+    shard, slot, feedback = arrays[start]
+    if value.slot is value.shard:
+        slot = shard
     placement, stack = value.placement, value.secondary_stack
     if layer:
         placement, stack = placement.without_leading_dim(), None if stack is None else stack - 1
-    return inner.enter(shard, slot, placement, stack).with_view_of(value)
+    return inner.enter(shard, slot, placement, feedback=feedback, secondary_stack=stack).with_view_of(value)
 
 
 _RULES: dict[str, Rule] = {

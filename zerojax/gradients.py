@@ -21,6 +21,7 @@ from zerojax import batches
 from zerojax.accumulation import accumulate
 from zerojax.accumulation import microbatches as microbatches_of
 from zerojax.backward import forward, staged_backward, whole_backward
+from zerojax.feedback import check_feedback, feedback_specs
 from zerojax.layout import Layout
 from zerojax.placement import Placement
 
@@ -53,7 +54,9 @@ def value_and_grad(
         is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, and PRNG keys
         in it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device. The loss
         is the global mean, the same on every device. Gradients: whole at stage 0, else this device's shards (padded
-        form), in the dtype of the parameter; None for leaves that are not trained.
+        form), in the dtype of the parameter; None for leaves that are not trained. With
+        `ZeroConfig(error_feedback=True)` the function takes `feedback=` (from `init_feedback`) and returns the new
+        feedback as a third value.
 
     Raises:
         ValueError: before any compute: parameters not in the layout's stored form or on another mesh, a batch that the
@@ -70,25 +73,32 @@ def value_and_grad(
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
 
-    def run(params: Tree, batch: Tree, *rest: Any) -> tuple[Any, Tree]:
+    def run(params: Tree, batch: Tree, *rest: Any, feedback: Tree = None) -> tuple[Any, ...]:
         layout.check(params, stored=True)
         batch_specs = batches.batch_specs(batch, layout, microbatches)
         batches.check_rest(rest)
         shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
         _check_loss(shapes, has_aux, weighted)
         aux_specs = batches.output_specs(shapes[1], batch, layout, microbatches) if has_aux else None
+        carries = layout.config.error_feedback
+        lost = check_feedback(feedback, layout) if carries else [None] * len(layout.leaves)
+        lost_specs = feedback_specs(layout)
 
-        def local(params: Tree, batch: Tree, rest: Any) -> tuple[Any, Any, list[Any]]:
-            return _local_gradients(
-                loss_fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout),
+        def local(params: Tree, batch: Tree, rest: Any, lost: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+            lost = [None if x is None else x[0] for x in lost]  # the dim over nodes has one entry here
+            loss, aux, grads, lost = _local_gradients(
+                loss_fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout), lost,
                 _LossKind(has_aux, weighted, microbatches, aux_specs),
             )  # fmt: skip
+            return loss, aux, grads, [None if x is None else x[None] for x in lost]
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         grad_specs = [_spec(p, layout.stage >= 1) if p.trainable else None for p in layout.leaves]
-        loss, aux, grads = _over_data_axes(layout, local, (param_specs, batch_specs, PartitionSpec()),
-                                           (PartitionSpec(), aux_specs, grad_specs))(params, batch, rest)  # fmt: skip
-        return ((loss, aux) if has_aux else loss), layout.treedef.unflatten(grads)
+        in_specs = (param_specs, batch_specs, PartitionSpec(), lost_specs)
+        out_specs = (PartitionSpec(), aux_specs, grad_specs, lost_specs)
+        loss, aux, grads, lost = _over_data_axes(layout, local, in_specs, out_specs)(params, batch, rest, lost)
+        value, grads = ((loss, aux) if has_aux else loss), layout.treedef.unflatten(grads)
+        return (value, grads, layout.treedef.unflatten(lost)) if carries else (value, grads)
 
     return run
 
@@ -142,9 +152,15 @@ class _LossKind(NamedTuple):
 
 
 def _local_gradients(
-    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, kind: _LossKind
-) -> tuple[Any, Any, list[Any]]:
-    """Global loss, this device's part of the aux, and its reduced gradients."""
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    leaves: list[jax.Array],
+    batch: Tree,
+    rest: Any,
+    feedback: list[Any],
+    kind: _LossKind,
+) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Global loss, this device's part of the aux, its reduced gradients and the new feedback."""
     count = kind.microbatches
     if layout.stage >= 2:
         example = jax.tree.map(lambda x: x[0], microbatches_of(batch, count)) if count > 1 else batch
@@ -152,19 +168,18 @@ def _local_gradients(
     else:
         backward = whole_backward(loss_fn, layout, leaves)
 
-    def step(batch: Tree, rest: Any) -> tuple[Any, list[Any]]:
-        out, pullback = backward.run(batch, rest)
+    def step(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        out, pullback = backward.run(batch, rest, feedback)
         main = out[0] if kind.has_aux else out
         # The factor of the mean is the cotangent of the loss: no pass over the gradients is spent on it.
         cotangent = jax.tree.map(_zero_cotangent, out)
         seed = _seed(main, kind.weighted, layout, count)
-        return out, pullback((seed, cotangent[1]) if kind.has_aux else seed)
+        return out, *pullback((seed, cotangent[1]) if kind.has_aux else seed)
 
     if count == 1:
-        out, grads = step(batch, rest)
+        out, grads, feedback = step(batch, rest, feedback)
     else:
-        out, sums = accumulate(step, batch, rest, count)
-        grads = sums
+        out, grads, feedback = accumulate(step, batch, rest, feedback, count)
     main, aux = out if kind.has_aux else (out, None)
     loss, factor = _global_loss(main, kind.weighted, layout, count)
     if factor is not None:
@@ -174,7 +189,7 @@ def _local_gradients(
         if count > 1:
             aux = batches.merge_microbatches(aux, kind.aux_specs, layout)
         aux = batches.average_outputs(aux, kind.aux_specs, layout)
-    return loss, aux, backward.finish(grads)
+    return loss, aux, *backward.finish(grads, feedback)
 
 
 def _seed(main: Any, weighted: bool, layout: Layout, count: int) -> Any:

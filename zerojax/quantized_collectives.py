@@ -24,8 +24,10 @@ from pallas_kernels import (
     dequantize,
     dequantize_sum,
     dequantize_sum_quantize,
+    from_slices,
     pack_bytes,
     quantize_slices,
+    to_slices,
     unpack_bytes,
 )
 from zerojax.collectives import Collectives, Sizes, grown_bytes, within_other_axes
@@ -113,9 +115,24 @@ def quantized_gradients(
             return plain.reduce(full, placement)
 
         def move(x: jax.Array) -> jax.Array:
-            return _reduced(x, placement, hops(placement), rounding).astype(full.dtype)
+            return _reduced(x, None, placement, hops(placement), rounding)[0].astype(full.dtype)
 
         return within_other_axes(move, placement, other_axes)(pad(full, placement))
+
+    def reduce_with_feedback(
+        full: jax.Array, feedback: jax.Array, placement: Placement
+    ) -> tuple[jax.Array, jax.Array]:
+        if not placement.is_quantized:
+            return plain.reduce_with_feedback(full, feedback, placement)
+
+        def move(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            shard, lost = _reduced(pair[0], pair[1], placement, hops(placement), rounding)
+            assert lost is not None
+            return shard.astype(full.dtype), lost.astype(feedback.dtype)
+
+        specs = (placement.model_spec, placement.model_spec)
+        moved = within_other_axes(move, placement, other_axes, in_spec=specs, out_spec=specs)
+        return moved((pad(full, placement), feedback))
 
     def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
         if not placement.is_quantized:
@@ -127,7 +144,7 @@ def quantized_gradients(
             slices //= sizes[axis]
         return received
 
-    return plain._replace(reduce=reduce, reduce_bytes=reduce_bytes)
+    return plain._replace(reduce=reduce, reduce_with_feedback=reduce_with_feedback, reduce_bytes=reduce_bytes)
 
 
 def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: BlockFormat, stack: int) -> QuantizedArray:
@@ -162,21 +179,26 @@ def _all_gather(x: jax.Array, axis: str, position: int) -> jax.Array:
 
 
 def _reduced(
-    full: jax.Array, placement: Placement, hops: list[tuple[str, BlockFormat]], rounding: str
-) -> jax.Array:
-    """This device's shard of the sum, float32: one all-to-all of byte messages per hop."""
+    full: jax.Array, feedback: jax.Array | None, placement: Placement, hops: list[tuple[str, BlockFormat]], rounding: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """This device's shard of the sum, float32, and what the last hop lost: one all-to-all of byte messages per hop."""
     assert placement.dim is not None
     sizes = tuple(lax.axis_size(axis) for axis, _ in hops)
     seed = _seed(full) if rounding == "stochastic" else None
     how = {"rounding": rounding, "seed": seed}
-    q = quantize_slices(full, dim=placement.dim, num_slices=sizes, **hops[0][1].keywords(), **how)
+    q, lost = quantize_slices(full, dim=placement.dim, num_slices=sizes, **hops[0][1].keywords(), **how), None
     for (axis, _), following in zip(hops, [*hops[1:], None], strict=True):
-        sent = pack_bytes(q)
-        received = lax.all_to_all(sent, axis, split_axis=0, concat_axis=0, tiled=True)
+        received = lax.all_to_all(pack_bytes(q), axis, split_axis=0, concat_axis=0, tiled=True)
         q = unpack_bytes(received, q)
         if following is None:
-            return dequantize_sum(q, axis=0)
-        q = dequantize_sum_quantize(q, axis=0, **following[1].keywords(), **how)
+            return dequantize_sum(q, axis=0), lost
+        how |= {"axis": 0, **following[1].keywords()}
+        if feedback is None:
+            q = dequantize_sum_quantize(q, **how)
+        else:
+            addend = to_slices(feedback.astype(jnp.float32), placement.dim, lax.axis_size(following[0]))
+            q, lost = dequantize_sum_quantize(q, addend=addend, with_residual=True, **how)
+            lost = from_slices(lost, placement.dim, 1)
     raise AssertionError("a sharded leaf has at least one hop")
 
 

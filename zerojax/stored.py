@@ -50,19 +50,26 @@ class Scope:
         return Scope(self.collectives, barrier=False, min_loop_size=self.min_loop_size)
 
     def enter(
-        self, shard: Any, slot: jax.Array | None, placement: Placement, secondary_stack: int | None = None
+        self,
+        shard: Any,
+        slot: jax.Array | None,
+        placement: Placement,
+        *,
+        feedback: jax.Array | None = None,
+        secondary_stack: int | None = None,
     ) -> Stored:
         """A parameter of this scope; `slot` is the shard-shaped input whose cotangent is the reduced gradient."""
-        holder = None if slot is None else _placeholder(slot, placement, self.collectives)
+        holder = None if slot is None else _placeholder(slot, feedback, placement, self.collectives)
         aval = jax.ShapeDtypeStruct(placement.shape, placement.dtype)
-        return Stored(self, shard, slot, placement, holder, (), aval, secondary_stack=secondary_stack)
+        return Stored(self, shard, slot, placement, holder, (), aval, feedback, secondary_stack=secondary_stack)
 
     def cast(self, stored: Stored, dtype: np.dtype) -> Stored:
         """The parameter in a narrower dtype, cast before it is gathered; the same cast twice is one parameter."""
         key = (id(stored.root), jnp.dtype(dtype))
         if key not in self._casts:
-            shard, slot = stored.map_shards(lambda x: lax.convert_element_type(x, dtype))
-            self._casts[key] = self.enter(shard, slot, stored.placement.with_dtype(dtype))
+            shard, slot, _ = stored.map_shards(lambda x: lax.convert_element_type(x, dtype))
+            placement = stored.placement.with_dtype(dtype)
+            self._casts[key] = self.enter(shard, slot, placement, feedback=stored.feedback)
             self._alive.append(stored.root)
         return self._casts[key].with_view_of(stored)
 
@@ -94,6 +101,7 @@ class Stored:
         placeholder: full-shaped, after the view; its cotangent is summed over uses and reduced once.
         view: shape-only operations applied after the gather.
         aval: shape and dtype after the view, as the program sees the parameter.
+        feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
         origin: the parameter before the view, or None.
         secondary_stack: None for a shard; for a secondary partition, its number of leading dims to be scanned over.
     """
@@ -105,6 +113,7 @@ class Stored:
     placeholder: jax.Array | None
     view: tuple[Op, ...]
     aval: jax.ShapeDtypeStruct
+    feedback: jax.Array | None = None
     origin: Stored | None = None
     secondary_stack: int | None = None
 
@@ -140,12 +149,13 @@ class Stored:
             full = op(full)
         return full
 
-    def map_shards(self, op: Op) -> tuple[jax.Array, jax.Array | None]:
-        """An operation on what is held, and the same on the slot."""
+    def map_shards(self, op: Op) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """An operation on what is held, and the same on the slot and on the feedback."""
         shard = op(self.shard)
+        feedback = None if self.feedback is None else op(self.feedback)
         if self.slot is None:
-            return shard, None
-        return shard, shard if self.slot is self.shard else op(self.slot)
+            return shard, None, None
+        return shard, shard if self.slot is self.shard else op(self.slot), feedback
 
     def without_gradient(self) -> Stored:
         """The same parameter behind a `stop_gradient`."""
@@ -205,21 +215,28 @@ def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[An
     return op([s.shard for s in stored], [s.placeholder for s in stored if s.placeholder is not None], others)
 
 
-def _placeholder(slot: jax.Array, placement: Placement, collectives: Collectives) -> jax.Array:
-    """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `slot`."""
+def _placeholder(
+    slot: jax.Array, feedback: jax.Array | None, placement: Placement, collectives: Collectives
+) -> jax.Array:
+    """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `slot`.
+
+    With feedback, the cotangent of `feedback` is what this reduction lost: the feedback of the next step.
+    """
 
     @jax.custom_vjp
-    def expand(slot: jax.Array) -> jax.Array:
+    def expand(slot: jax.Array, feedback: jax.Array | None) -> jax.Array:
         return jnp.zeros(placement.shape, slot.dtype)
 
-    def fwd(slot: jax.Array) -> tuple[jax.Array, None]:
-        return expand(slot), None
+    def fwd(slot: jax.Array, feedback: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        return expand(slot, feedback), feedback
 
-    def bwd(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        return (collectives.reduce(cotangent, placement),)
+    def bwd(feedback: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        if feedback is None:
+            return collectives.reduce(cotangent, placement), None
+        return collectives.reduce_with_feedback(cotangent, feedback, placement)
 
     expand.defvjp(fwd, bwd)
-    return expand(slot)
+    return expand(slot, feedback)
 
 
 def _after(shards: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.feedback import init_feedback
 from zerojax.gradients import value_and_grad
 from zerojax.layout import Layout
 from zerojax.optimizer import ZeroState
@@ -28,15 +29,19 @@ class TrainState(NamedTuple):
         step: number of steps taken, int32 scalar.
         params: parameters in stored form.
         opt_state: state of the sharded optimizer.
+        feedback: error feedback of the quantised reduction, or None (`ZeroConfig.error_feedback`).
     """
 
     step: jax.Array
     params: Tree
     opt_state: ZeroState
+    feedback: Tree = None
 
     @classmethod
-    def create(cls, params: Tree, tx: optax.GradientTransformation) -> TrainState:
+    def create(cls, params: Tree, tx: optax.GradientTransformation, layout: Layout | None = None) -> TrainState:
         """The state before the first step, from parameters in stored form and a `zerojax.zero` optimizer.
+
+        With `ZeroConfig(error_feedback=True)` the layout is needed too, to make the feedback.
 
         >>> import zerojax
         >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
@@ -53,7 +58,10 @@ class TrainState(NamedTuple):
             step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         else:
             step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
-        return cls(step, params, tx.init(params))  # type: ignore[arg-type]
+        feedback = None
+        if layout is not None and layout.config.error_feedback:
+            feedback = init_feedback(layout, abstract=isinstance(step, jax.ShapeDtypeStruct))
+        return cls(step, params, tx.init(params), feedback)  # type: ignore[arg-type]
 
 
 def make_train_step(
@@ -96,14 +104,18 @@ def make_train_step(
     grad_fn = value_and_grad(loss_fn, layout, has_aux=has_aux, weighted=weighted, microbatches=microbatches)
 
     def step(state: TrainState, batch: Tree, *rest: Any) -> tuple[TrainState, dict[str, Any]]:
-        value, grads = grad_fn(state.params, batch, *rest)
+        feedback = None
+        if layout.config.error_feedback:
+            value, grads, feedback = grad_fn(state.params, batch, *rest, feedback=state.feedback)
+        else:
+            value, grads = grad_fn(state.params, batch, *rest)
         loss, aux = value if has_aux else (value, None)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, "grad_norm": optax.global_norm(jax.tree.map(_wide, grads))}
         if has_aux:
             metrics["aux"] = aux
-        return TrainState(state.step + 1, params, opt_state), metrics  # type: ignore[arg-type]
+        return TrainState(state.step + 1, params, opt_state, feedback), metrics  # type: ignore[arg-type]
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
 
