@@ -86,3 +86,14 @@ def mosaic_kernel(body: Callable[..., None], out_type: list[Any], grid: tuple[in
 
     mode: dict[str, Any] = {"interpret": interpret_params()} if interpret else {}
     return plgpu.kernel(body, out_type=out_type, grid=grid, grid_names=("i",), **mode)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Mesh axes over which a value is typed as varying (none outside `jax.shard_map` or without ``check_vma``)."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The value typed as varying over at least ``axes``."""
+    missing = axes - varying_axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x

@@ -87,10 +87,10 @@ def plugin_missing() -> str | None:
     return "JAX's CUDA plugin is not installed: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (jax's version)"
 
 
-def device(gpu: str) -> Any:
-    """A device of the named kind that exists for the compiler alone."""
+def topology(gpu: str, shape: str = "1x1x1") -> Any:
+    """Devices of the named kind that exist for the compiler alone; ``shape`` is slices x hosts x GPUs of a host."""
     target = _TEXT.format(**dataclasses.asdict(GPUS[gpu]))
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1").devices[0]
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape)
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def compile_for(function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStr
     missing = plugin_missing()
     if missing:
         raise RuntimeError(missing)
-    mesh = jax.sharding.Mesh(np.array([device(gpu)]), ("d",))
+    mesh = jax.sharding.Mesh(np.array(topology(gpu).devices), ("d",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tuple(shapes))
     with compiling_for(gpu):

@@ -88,7 +88,7 @@ def run(
                 f"{op}: implementation='mosaic_gpu' cannot do this call:\n- " + "\n- ".join(dict.fromkeys(reasons))
             )
         return kernel(*operands, interpret=interpret)
-    if op not in KERNEL_BY_DEFAULT or reasons or device_problems():
+    if op not in KERNEL_BY_DEFAULT or reasons or device_problems() or _concrete_on_cpu(operands):
         return reference(*operands)
     # Decided at lowering: one traced program runs on a CPU and compiles for a GPU that is not there.
     return jax.lax.platform_dependent(*operands, cuda=lambda *args: kernel(*args, interpret=False), default=reference)

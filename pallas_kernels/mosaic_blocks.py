@@ -106,8 +106,11 @@ def run_kernel(
     def by_name(*refs: Any) -> None:
         body(dict(zip(names, refs, strict=True)))
 
-    results = _compat.mosaic_kernel(by_name, list(outputs.values()), (grid,), interpret)(*inputs.values())
-    return dict(zip(outputs, results, strict=True))
+    # Inside shard_map the outputs vary over every mesh axis that any operand varies over.
+    axes = frozenset[str]().union(*(_compat.varying_axes(value) for value in inputs.values()))
+    operands = [_compat.vary(value, axes) for value in inputs.values()]
+    results = _compat.mosaic_kernel(by_name, list(outputs.values()), (grid,), interpret)(*operands)
+    return {name: _compat.vary(value, axes) for name, value in zip(outputs, results, strict=True)}
 
 
 def cut(ref: Any, pieces: int) -> list[Any]:

@@ -25,10 +25,11 @@ def _hashed_seed(rounding: str, seed: jax.Array | int | None) -> jax.Array | Non
         raise ValueError(f"rounding={rounding!r} {state}, got seed={seed!r}")
     if seed is None:
         return None
-    if np.shape(seed) != () or not np.issubdtype(np.result_type(seed), np.integer):
-        raise ValueError(f"seed must be an integer scalar, got {np.result_type(seed)}{list(np.shape(seed))}")
-    if isinstance(seed, (int, np.integer)):
-        seed = np.uint32(int(seed) & 0xFFFFFFFF)
+    if isinstance(seed, int):
+        seed = np.uint32(seed & 0xFFFFFFFF)
+    kind = jnp.asarray(seed).dtype
+    if np.shape(seed) != () or not jnp.issubdtype(kind, jnp.integer):
+        raise ValueError(f"seed must be an integer scalar, got {kind}{list(np.shape(seed))}")
     return numerics.hash_seed(seed)
 
 

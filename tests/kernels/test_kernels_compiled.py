@@ -1,0 +1,189 @@
+"""Each kernel compiles for GPUs that are not there, and its machine code keeps the promises made for it.
+
+The deviceless compile runs the assembler: registers, spills and instructions are those of the code that would run.
+"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels import _compat, absent_gpu, mosaic_gpu, sass
+
+pytestmark = pytest.mark.needs_cuda_plugin
+
+E4M3 = "float8_e4m3fn"
+INT8 = pk.BlockFormat(bits=8, block_size=128)
+INT8_WIDE = pk.BlockFormat(bits=8, block_size=2048)
+INT4 = pk.BlockFormat(bits=4, block_size=256)
+INT4_TILED = pk.BlockFormat(bits=4, block_size=32, scale_dtype=E4M3)
+FP4_TILED = pk.BlockFormat(bits=4, block_size=16, scale_dtype=E4M3, levels="e2m1")
+ELEMENTS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel variant: what is compiled and what is promised."""
+
+    op: str
+    fmt: pk.BlockFormat
+    dtype: str = "bfloat16"
+    stochastic: bool = False
+    residual: bool = False
+    slices: bool = False
+    source: pk.BlockFormat | None = None
+    count: int = 0
+    registers: int = 64
+    memory_bound: bool = True
+
+    def __str__(self):
+        extra = "".join(c for c, on in zip("srd", (self.stochastic, self.residual, self.slices), strict=True) if on)
+        source = f"{self.count}x{self.source.bits}/{self.source.block_size}-" if self.source else ""
+        return f"{self.op}-{source}{self.fmt.bits}/{self.fmt.block_size}{self.fmt.levels[0]}-{self.dtype}{extra}"
+
+    def function_and_shapes(self):
+        kw = {"rounding": "stochastic", "seed": 3} if self.stochastic else {}
+        if self.op != "sum":
+            kw |= {**self.fmt.keywords(), "with_residual": self.residual}
+        kw["implementation"] = "mosaic_gpu"
+        if self.op == "quantize":
+            x = jax.ShapeDtypeStruct((1024, ELEMENTS // 1024), jnp.dtype(self.dtype))
+            op = functools.partial(pk.quantize_slices, dim=0, num_slices=(4, 2)) if self.slices else pk.quantize
+            return functools.partial(op, **kw), [x]
+        q = jax.eval_shape(
+            lambda x: pk.quantize_slices(
+                x, dim=0, num_slices=self.count, implementation="xla", **self.source.keywords()
+            ),
+            jax.ShapeDtypeStruct((self.count, ELEMENTS), jnp.float32),
+        )
+        op = functools.partial(pk.dequantize_sum, dtype=self.dtype) if self.op == "sum" else pk.dequantize_sum_quantize
+        arrays, tree = jax.tree.flatten(q)
+        return lambda *arrays: op(jax.tree.unflatten(tree, arrays), **kw), arrays
+
+    def plan(self):
+        shape, lead = (1, ELEMENTS), (self.count,)
+        if self.op == "quantize":
+            cut = (0, (4, 2)) if self.slices else (None, ())
+            x = (1024, ELEMENTS // 1024)
+            return mosaic_gpu.plan_quantize(x, self.dtype, *cut, self.fmt, self.stochastic, self.residual)
+        if self.op == "sum":
+            return mosaic_gpu.plan_sum(lead, shape, self.source, jnp.dtype(self.dtype), 1.0)
+        return mosaic_gpu.plan_sum_quantize(
+            lead, shape, self.source, self.fmt, 1.0, self.stochastic, None, self.residual
+        )
+
+    @property
+    def ideal_bytes(self):
+        """Per element: every input byte read once, every output byte written once."""
+        width = jnp.dtype(self.dtype).itemsize
+        read = self.count * self.source.bits_per_element / 8 if self.source else width
+        write = width if self.op == "sum" else self.fmt.bits_per_element / 8
+        return read + write + self.residual * (4 if self.source else width)
+
+
+CASES = [
+    Case("quantize", INT8, "float32"),
+    Case("quantize", INT8),
+    Case("quantize", INT8_WIDE, "float32"),
+    Case("quantize", INT4),
+    Case("quantize", INT4, "float16"),
+    Case("quantize", INT4_TILED),
+    Case("quantize", INT4_TILED, "float32"),
+    Case("quantize", INT4_TILED, stochastic=True, residual=True, slices=True),
+    Case("quantize", INT4, "float32", stochastic=True, residual=True, slices=True),
+    Case("quantize", FP4_TILED, memory_bound=False),
+    Case("sum", INT8, "float32", source=INT8, count=2),
+    Case("sum", INT8, "float32", source=INT8, count=16, registers=96),
+    Case("sum", INT8, "float32", source=INT8_WIDE, count=8, registers=96),
+    Case("sum", INT4_TILED, "float32", source=INT4_TILED, count=64, registers=96),
+    Case("sum", FP4_TILED, source=FP4_TILED, count=8, registers=96, memory_bound=False),
+    Case("sum_quantize", INT4_TILED, source=INT8, count=8, registers=96),
+    Case("sum_quantize", INT4, source=INT4, count=8, registers=96),
+    Case("sum_quantize", INT4_TILED, source=INT4_TILED, count=8, registers=96),
+    Case("sum_quantize", INT8, source=INT8, count=16, registers=96),
+    Case("sum_quantize", INT4_TILED, source=INT8, count=8, stochastic=True, residual=True, registers=96),
+]
+
+
+def compiled_code(case, gpu):
+    function, shapes = case.function_and_shapes()
+    step = 4
+    trips = max(0, math.ceil(case.count / step) - 1)
+    with sass.dumping() as place:
+        compiled = absent_gpu.compile_for(function, shapes, gpu)
+        kernels = sass.read(place, trips)
+    return compiled, kernels
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_h100_no_spills_few_registers_wide_loads_and_memory_bound(case):
+    compiled, kernels = compiled_code(case, "h100")
+    (code,) = kernels
+    assert compiled.as_text().count("mosaic_gpu") >= 1
+    assert code.spill_bytes == 0
+    assert code.registers <= case.registers
+    if sass.disassembler_missing():
+        pytest.skip(f"registers and spills checked; the rest needs machine code: {sass.disassembler_missing()}")
+    chunk = case.plan().run.keywords["geometry" if case.op == "quantize" else "call"].chunk
+    elements = math.prod(chunk.dims)
+    if case.op == "quantize":
+        # Every load of the leaf is 16 bytes wide, and they add up to each element once.
+        width = jnp.dtype(case.dtype).itemsize
+        assert code.loads["LD.E.128"] * 16 * sass.THREADS == elements * width
+        assert set(code.loads) <= {"LD.E.128", "LDG.E"}
+    if case.op == "sum_quantize" and not case.residual and case.fmt.bits == 4:
+        assert code.loads["LD.E.128"] > 0
+    memory, issue = sass.bound(absent_gpu.GPUS["h100"], case.ideal_bytes, code.instructions_per_element(elements))
+    if case.memory_bound:
+        assert issue <= memory, f"{issue:.3f} clocks per element to issue, {memory:.3f} to move its bytes"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_programs_of_the_grid_touch_every_byte_at_most_once_but_for_the_overlap(case):
+    keywords = case.plan().run.keywords
+    if case.op == "quantize":
+        g = keywords["geometry"]
+        handled = g.before * g.slices * g.programs_per_run * math.prod(g.chunk.dims)
+    else:
+        call = keywords["call"]
+        handled = call.grid * math.prod(call.chunk.dims)
+    assert ELEMENTS <= handled <= 1.1 * ELEMENTS
+
+
+OTHERS = [CASES[7], CASES[13], CASES[15]]
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_each_op_compiles_for_the_other_gpus_without_spills(case, gpu):
+    if gpu == "a100" and not _compat.MOSAIC_ON_AMPERE:
+        pytest.skip("Mosaic GPU kernels need JAX 0.11 on Ampere")
+    compiled, kernels = compiled_code(case, gpu)
+    assert "mosaic_gpu" in compiled.as_text()
+    # An H200 has an H100's architecture, so its kernel may be compiled (and dumped) already.
+    assert all(code.spill_bytes == 0 for code in kernels)
+
+
+def test_each_op_compiles_for_b200_without_spills():
+    # In a process of its own: after a kernel for an older architecture the assembler refuses a newer one.
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
+        "import test_kernels_compiled as t\n"
+        "for case in t.OTHERS:\n"
+        "    (code,) = t.compiled_code(case, 'b200')[1]\n"
+        "    print(code.spill_bytes, code.registers)\n"
+    )
+    here = pathlib.Path(__file__)
+    command = [sys.executable, "-c", program, str(here.parent), str(here.parents[2])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line.count(" ") == 1]
+    assert len(counts) == len(OTHERS)
+    assert all(spills == 0 and registers <= 96 for spills, registers in counts)
