@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.layout import Layout
@@ -197,7 +197,7 @@ def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> Zer
         return found
     inside = jax.eval_shape(tx.init, trained_tree(layout, layout.param_shapes()))
     if any(isinstance(x, ZeroState) for x in jax.tree.leaves(inside, is_leaf=lambda x: isinstance(x, ZeroState))):
-        raise ValueError("zerojax.zero must be outermost: write zero(optax.chain(...), layout), not zero inside a chain")
+        raise ValueError("zerojax.zero must be outermost: zero(optax.chain(...), layout), not zero inside a chain")
     return zero(tx, layout).state_placements()
 
 
@@ -242,7 +242,7 @@ def _finish(
 def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     if layout.stage >= 3:
         return _constrain(pad(x, p), p, layout)
-    return jax.lax.with_sharding_constraint(x, layout.full_sharding(p)) if layout.stage else x
+    return jax.lax.with_sharding_constraint(x, _automatic_sharding(layout.full_sharding(p))) if layout.stage else x
 
 
 def _optimized(params: Tree, masters: list[Any], layout: Layout) -> Tree:
@@ -292,7 +292,7 @@ def _hold(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
 
 
 def _constrain(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, _sharding(p, layout))
+    return jax.lax.with_sharding_constraint(x, _automatic_sharding(_sharding(p, layout)))
 
 
 def _sharding(p: Placement, layout: Layout) -> NamedSharding:
@@ -306,8 +306,14 @@ def _automatic(fn: Callable[..., Any], layout: Layout, shardings: Any) -> Callab
     explicit = tuple(
         a for a, kind in zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True) if kind == AxisType.Explicit
     )
-    specs = jax.tree.map(lambda s: s.spec, shardings)
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=specs)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
+
+
+def _automatic_sharding(sharding: NamedSharding) -> NamedSharding:
+    """The sharding as a constraint inside `_automatic`, which may name only axes that the compiler manages."""
+    if not _compat.has_explicit_axes(sharding.mesh):
+        return sharding
+    return NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
 
 
 def _like_params(grads: Tree, layout: Layout) -> Tree:
