@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config import ZeroConfig
-from zerojax.mesh import data_size
+from zerojax.mesh import automatic, data_size
+from zerojax.notices import notices
 from zerojax.placement import Placement, pad, unpad
 
 Tree = Any
@@ -106,6 +107,7 @@ class Layout:
         self.check(params, stored=False)
 
         def put(x: Any, placement: Placement) -> jax.Array:
+            x = _strong(x)
             if self.stage >= 3 and placement.padding:
                 x = np.asarray(x) if not isinstance(x, jax.Array) else x
                 x = pad(x, placement)
@@ -126,8 +128,9 @@ class Layout:
         def gather(leaves: list[Any]) -> list[jax.Array]:
             return [unpad(x, p) for x, p in zip(leaves, self.leaves, strict=True)]
 
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        return self._unflatten(jax.jit(gather, out_shardings=replicated)(self._flatten(tree)))
+        replicated = [NamedSharding(self.mesh, PartitionSpec())] * len(self.leaves)
+        gather = jax.jit(automatic(gather, self.mesh, replicated), out_shardings=replicated)
+        return self._unflatten(gather(self._flatten(tree)))
 
     def init(self, init_fn: Callable[..., Tree], *args: Any) -> Tree:
         """Runs an initialiser with its outputs in stored form; no device ever holds a full copy.
@@ -152,7 +155,7 @@ class Layout:
         self.check(jax.eval_shape(init_fn, *args), stored=False)
 
         def build(*args: Any) -> list[jax.Array]:
-            leaves = self._flatten(init_fn(*args))
+            leaves = [_strong(x) for x in self._flatten(init_fn(*args))]
             return [pad(x, p) if self.stage >= 3 else x for x, p in zip(leaves, self.leaves, strict=True)]
 
         shardings = [self.param_sharding(p) for p in self.leaves]
@@ -212,6 +215,7 @@ class Layout:
         frozen = [p.path for p in self.leaves if not p.trainable]
         if frozen:
             lines.append(f"  not trained: {', '.join(frozen)}")
+        lines += [f"  notice: {text}" for text in notices(self.mesh, self.config, self.leaves)]
         return "\n".join(lines)
 
     def _check_mesh(self, x: Any, name: str) -> None:
@@ -233,6 +237,11 @@ class Layout:
 
     def _map(self, fn: Callable[[Any, Placement], Any], tree: Tree) -> Tree:
         return self._unflatten([fn(x, p) for x, p in zip(self._flatten(tree), self.leaves, strict=True)])
+
+
+def _strong(x: Any) -> Any:
+    """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _first_difference(tree: Tree, placements: Tree) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,6 +102,18 @@ def wide_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
 def other_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The mesh axes that are not data axes, left to the compiler."""
     return tuple(axis for axis in mesh.axis_names if axis not in axes)
+
+
+def automatic(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
+    """Hands explicit axes of the mesh to the compiler for the extent of `fn`: uneven slices have no explicit type.
+
+    Args:
+        fn: what to run, under `jax.jit`.
+        mesh: the mesh; one without explicit axes changes nothing.
+        out_shardings: NamedShardings of what `fn` returns.
+    """
+    explicit = tuple(a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings) if explicit else fn
 
 
 def _group_by_host(devices: Sequence[Any]) -> dict[int, list[Any]]:
