@@ -8,6 +8,7 @@ on it. Source: arXiv 1910.02054, sections 5 and 7. Knows nothing of optimizers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -183,7 +184,7 @@ def _local_gradients(
     main, aux = out if kind.has_aux else (out, None)
     loss, factor = _global_loss(main, kind.weighted, layout, count)
     if factor is not None:
-        grads = [None if g is None else g * factor for g in grads]
+        grads = [None if g is None else g.astype(jnp.promote_types(g.dtype, jnp.float32)) * factor for g in grads]
     grads = [None if g is None else g.astype(p.dtype) for g, p in zip(grads, layout.leaves, strict=True)]
     if kind.has_aux:
         if count > 1:
@@ -194,23 +195,34 @@ def _local_gradients(
 
 def _seed(main: Any, weighted: bool, layout: Layout, count: int) -> Any:
     """The cotangent of one device's (microbatch's) output for which the summed gradients are the global one's."""
-    share = 1.0 / (layout.num_shards * count)
     if not weighted:
-        return jnp.full_like(main, share)
+        return jnp.full_like(main, _share(main.dtype, layout, count))
     total, weight = main
-    if count > 1:  # the weight of all microbatches is known only afterwards
-        return jnp.full_like(total, share), _zero_cotangent(weight)
+    if count > 1 or _is_narrow(total.dtype):  # the weight of all microbatches is known only afterwards
+        return jnp.full_like(total, _share(total.dtype, layout, count)), _zero_cotangent(weight)
     weights = lax.psum(weight.astype(jnp.float32), layout.config.axes)
     return (1.0 / weights).astype(total.dtype), _zero_cotangent(weight)
+
+
+def _share(dtype: Any, layout: Layout, count: int) -> float:
+    """One over the number of parts that are averaged; for a narrow loss the power of two below, which is exact in it."""
+    parts = layout.num_shards * count
+    return 2.0 ** -math.ceil(math.log2(parts)) if _is_narrow(dtype) else 1.0 / parts
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.dtype(dtype).itemsize < 4
 
 
 def _global_loss(main: Any, weighted: bool, layout: Layout, count: int) -> tuple[jax.Array, jax.Array | None]:
     """The global loss, and the factor that the summed gradients still lack (None: none)."""
     axes = layout.config.axes
+    share = _share((main[0] if weighted else main).dtype, layout, count)
     if not weighted:
-        return lax.pmean(jnp.mean(main, dtype=main.dtype), axes), None
+        exact = layout.num_shards * count * share
+        return lax.pmean(jnp.mean(main, dtype=main.dtype), axes), None if abs(exact - 1) < 1e-6 else 1 / exact
     total, weight = (lax.psum(jnp.sum(x.astype(jnp.float32)), axes) for x in main)
-    return total / weight, None if count == 1 else layout.num_shards * count / weight
+    return total / weight, None if count == 1 and not _is_narrow(main[0].dtype) else 1 / (share * weight)
 
 
 def _zero_cotangent(x: jax.Array) -> Any:
