@@ -37,6 +37,11 @@ def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
         if not isinstance(x, jax.ShapeDtypeStruct) and not _is_array(x):
             raise ValueError(f"{name} is a {type(x).__name__}, not an array; bind it with functools.partial instead")
         shape = jnp.shape(x)
+        if not shape and _compat.is_prng_key(x):
+            raise ValueError(
+                f"{name} is a single PRNG key, which would draw the same on every device; pass it as an argument after "
+                "the batch (it is folded per device there), or one key for each example"
+            )
         if not shape:
             return PartitionSpec()
         if shape[0] % count or shape[0] == 0:
