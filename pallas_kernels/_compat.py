@@ -23,7 +23,7 @@ def assume_compute_capability(major: int, minor: int = 0) -> Iterator[None]:
     """
     import jax.experimental.mosaic.gpu.core as core
 
-    owner = core if VERSION < (0, 11) else core.utils
+    owner: Any = core if VERSION < (0, 11) else core.utils
     original = owner._infer_arch
     _assumed.append((major, minor))
     owner._infer_arch = lambda: _assumed[-1]
@@ -58,9 +58,10 @@ def load(ref: Any, layout: Any, optimized: bool) -> jax.Array:
     """Reads a global-memory ref into registers of the given layout."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
+    read: Any = plgpu.load  # its signature differs between the versions
     if VERSION >= (0, 12):
-        return plgpu.load(ref, layout=layout, optimized=optimized)
-    return plgpu.load(ref, (), layout=layout, optimized=False)
+        return read(ref, layout=layout, optimized=optimized)
+    return read(ref, (), layout=layout, optimized=False)
 
 
 def store(ref: Any, value: jax.Array, optimized: bool) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 
 from pallas_kernels import _compat
 
@@ -97,7 +98,7 @@ def run(
 def _concrete_on_cpu(operands: Sequence[Any]) -> list[str]:
     """A reason if the op was called eagerly and its arrays live on a CPU."""
     for leaf in jax.tree.leaves(operands):
-        concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         if concrete and any(device.platform == "cpu" for device in leaf.devices()):
             return ["the arrays live on a CPU; use interpret=True there, or implementation='xla'"]
     return []

@@ -161,11 +161,12 @@ def _field(fmt: BlockFormat, high: bool) -> tuple[int, int]:
 
 
 def magic(fmt: BlockFormat) -> np.ndarray:
-    """The constants ``int32 [2]`` (low, high) that `scaled_level` xors into a masked level.
+    """The constants that `scaled_level` xors into a masked level: ``int32 [2]`` (low, high), or ``[1]`` for 8 bits.
 
     A kernel takes them as an operand: a constant in a register lets the assembler mask and xor in one instruction.
     """
-    return np.array([0x4B000000 | _field(fmt, high)[1] for high in (False, True)], np.int32)
+    places = (False, True) if fmt.bits == 4 else (False,)
+    return np.array([0x4B000000 | _field(fmt, high)[1] for high in places], np.int32)
 
 
 def scaled_level(

@@ -25,12 +25,10 @@ def _hashed_seed(rounding: str, seed: jax.Array | int | None) -> jax.Array | Non
         raise ValueError(f"rounding={rounding!r} {state}, got seed={seed!r}")
     if seed is None:
         return None
-    if isinstance(seed, int):
-        seed = np.uint32(seed & 0xFFFFFFFF)
-    kind = jnp.asarray(seed).dtype
-    if np.shape(seed) != () or not jnp.issubdtype(kind, jnp.integer):
-        raise ValueError(f"seed must be an integer scalar, got {kind}{list(np.shape(seed))}")
-    return numerics.hash_seed(seed)
+    value = jnp.asarray(np.uint32(seed & 0xFFFFFFFF) if isinstance(seed, int) else seed)
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"seed must be an integer scalar, got {value.dtype}{list(value.shape)}")
+    return numerics.hash_seed(value)
 
 
 def quantize(
@@ -152,10 +150,10 @@ def _quantize(
         return (*stored, residual)
 
     plan = mosaic_gpu.plan_quantize(x.shape, x.dtype, dim, lead, fmt, hashed_seed is not None, with_residual)
-    *stored, residual = backend.run(
+    qvalue, scale, tile_scale, residual = backend.run(
         "quantize", implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
     )
-    return QuantizedArray(*stored, fmt, tuple(shape), x.dtype.name), residual
+    return QuantizedArray(qvalue, scale, tile_scale, fmt, tuple(shape), x.dtype.name), residual
 
 
 def dequantize(
@@ -329,9 +327,9 @@ def dequantize_sum_quantize(
     addend_dtype = None if addend is None else addend.dtype
     stochastic = hashed_seed is not None
     plan = mosaic_gpu.plan_sum_quantize(q.lead, q.shape, q.format, fmt, factor, stochastic, addend_dtype, with_residual)
-    *stored, residual = backend.run(
+    qvalue, scale, tile_scale, residual = backend.run(
         "dequantize_sum_quantize", implementation, interpret, plan.problems, plain, plan.run,
         q.qvalue, q.scale, q.tile_scale, addend, hashed_seed,
     )  # fmt: skip
-    result = QuantizedArray(*stored, fmt, q.shape, "float32")
+    result = QuantizedArray(qvalue, scale, tile_scale, fmt, q.shape, "float32")
     return (result, residual) if with_residual else result

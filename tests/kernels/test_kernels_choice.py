@@ -64,7 +64,7 @@ def test_kernels_compile_inside_shard_map_for_absent_gpus(nested, check_vma):
     mapped = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=names, check_vma=check_vma)
     sharding = jax.sharding.NamedSharding(mesh, P("d", "model"))
     x = jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16, sharding=sharding)
-    text = jax.jit(mapped).lower(x).compile().as_text()
+    text = jax.jit(mapped).lower(x).compile().as_text() or ""
     assert text.count(KERNEL_MARK) >= 2
     # One message per destination, in bytes; nothing gathered over the model axis.
     assert "all-to-all" in text

@@ -1,6 +1,7 @@
 """The meaning of the ops: against NumPy written from the definition, then properties, then special values."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -263,7 +264,7 @@ def test_the_fused_middle_equals_sum_then_quantise(source, out, rng):
 
 
 def test_rotated_alike_on_both_hops_equals_rotating_back_and_forth(rng):
-    fmt = {"bits": 8, "block_size": 64, "rotate": 32}
+    fmt: dict[str, Any] = {"bits": 8, "block_size": 64, "rotate": 32}
     q = pk.quantize_slices(jnp.asarray(rng.standard_normal((4, 640)), jnp.float32), dim=0, num_slices=4, **fmt)
     fused = pk.dequantize(pk.dequantize_sum_quantize(q, **fmt))
     total = pk.dequantize_sum(q)

@@ -1,0 +1,204 @@
+"""``python -m pallas_kernels.bench``: bytes, kernels and modelled time of each op on real leaves; on a GPU, measured.
+
+Without a GPU the programs are compiled for one that is not there: bytes and kernel launches are counted from the
+compiled program, instructions from the machine code, and the time is a model, the larger of memory and issue. The
+model knows no latency, no launch cost and no cache, so it is a bound, not a prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from pallas_kernels import absent_gpu, mosaic_gpu, sass
+
+SHAPES = {
+    "1b-mlp": (2048, 8192),
+    "8b-mlp": (4096, 14336),
+    "8b-embedding": (128256, 4096),
+    "70b-attention": (8192, 8192),
+    "70b-mlp": (8192, 28672),
+}
+"""Leaves of decoder models with 1, 8 and 70 billion parameters (Llama 3 widths)."""
+
+INT8 = pk.BlockFormat(bits=8, block_size=128)
+INT4 = pk.BlockFormat(bits=4, block_size=256)
+INT4_TILED = pk.BlockFormat(bits=4, block_size=32, scale_dtype="float8_e4m3fn")
+COUNT = 8
+_ITEM = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "f32": 4,
+    "s32": 4,
+    "u32": 4,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One row of the table.
+
+    Attributes:
+        name: what is measured.
+        function: of arrays and the keyword ``implementation``.
+        arguments: their shapes.
+        plan: the kernel's plan, or None where there is no kernel.
+        elements: of the leaf.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    plan: Any
+    elements: int
+
+    def ideal_bytes(self) -> int:
+        """Every operand read once and every result written once."""
+        out = jax.eval_shape(functools.partial(self.function, implementation="xla"), *self.arguments)
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves((self.arguments, out)))
+
+
+def ops(shape: tuple[int, ...]) -> list[Op]:
+    """The ops on one bfloat16 leaf: what one step of a quantised gather and a two-hop reduction does."""
+    size = math.prod(shape)
+    leaf = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
+    rows = []
+    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED)):
+        plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, None, (), fmt, False, False)
+        rows.append(Op(f"quantize {name}", functools.partial(pk.quantize, **fmt.keywords()), (leaf,), plan, size))
+    stochastic = {"rounding": "stochastic", "seed": 1, "with_residual": True}
+    slices = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, **INT4_TILED.keywords(), **stochastic)
+    plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, 0, (COUNT,), INT4_TILED, True, True)
+    rows.append(Op("quantize_slices int4 +sr +residual", slices, (leaf,), plan, size))
+    one = (shape[0] // COUNT, *shape[1:])
+
+    def received(fmt: pk.BlockFormat) -> Any:
+        cut = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, implementation="xla", **fmt.keywords())
+        return jax.eval_shape(cut, leaf)
+
+    part = size // COUNT
+    rows.append(Op("dequantize int8/128", pk.dequantize, (received(INT8),), None, size))
+    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED)):
+        plan = mosaic_gpu.plan_sum((COUNT,), one, fmt, jnp.dtype("float32"), 1.0)
+        rows.append(Op(f"dequantize_sum {COUNT}x {name}", pk.dequantize_sum, (received(fmt),), plan, part))
+    for name, source, fmt in (
+        ("int8/128 -> int4/32e4m3", INT8, INT4_TILED),
+        ("int4/256 -> int4/256", INT4, INT4),
+    ):
+        fused = functools.partial(pk.dequantize_sum_quantize, **fmt.keywords())
+        plan = mosaic_gpu.plan_sum_quantize((COUNT,), one, source, fmt, 1.0, False, None, False)
+        rows.append(Op(f"dequantize_sum_quantize {COUNT}x {name}", fused, (received(source),), plan, part))
+    return rows
+
+
+def moved_bytes(program: str) -> tuple[int, int]:
+    """``(bytes, kernels)`` of a compiled GPU program: operands and results of each launched instruction."""
+    entry = program[program.index("ENTRY") :]
+    shapes: dict[str, int] = {}
+    total = kernels = 0
+    for line in entry.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line)
+        if not match:
+            continue
+        name, kind, op, rest = match.groups()
+        shapes[name] = sum(
+            math.prod(int(d) for d in dims.split(",") if d) * _ITEM.get(dtype, 4)
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", kind)
+        )
+        if op in ("fusion", "custom-call", "copy", "transpose", "reduce", "convert", "concatenate"):
+            kernels += 1
+            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+            total += shapes[name] + sum(shapes.get(operand, 0) for operand in operands)
+    return total, kernels
+
+
+def model(op: Op, implementation: str, gpu: str) -> str:
+    """One row without a GPU: counts of the compiled program and the modelled time."""
+    ideal, facts = op.ideal_bytes(), absent_gpu.GPUS[gpu]
+    arrays, tree = jax.tree.flatten(op.arguments)
+    call = lambda *arrays: op.function(*jax.tree.unflatten(tree, arrays), implementation=implementation)  # noqa: E731
+    with sass.dumping() as place:
+        compiled = absent_gpu.compile_for(call, arrays, gpu)
+        codes = sass.read(place, max(0, math.ceil(COUNT / 4) - 1))
+    total, kernels = moved_bytes(compiled.as_text())
+    memory = total / facts.bandwidth
+    cells = [f"{ideal / 1e6:9.1f}", f"{total / 1e6:9.1f}", f"{total / ideal:5.2f}", f"{kernels:3d}"]
+    if codes and codes[0].instructions is not None:
+        plan = op.plan.run.keywords
+        chunk = (plan.get("geometry") or plan.get("call")).chunk
+        per_element = codes[0].instructions_per_element(math.prod(chunk.dims)) or 0.0
+        issue = per_element * op.elements / sass.ISSUE_LANES / facts.cores / (facts.sustained_ghz * 1e9)
+        bound = "issue" if issue > memory else "memory"
+        return "  ".join([*cells, f"{max(memory, issue) * 1e6:9.1f}", f"{bound} ({per_element:.1f} instr/elem)"])
+    return "  ".join([*cells, f"{memory * 1e6:9.1f}", "memory (instructions not counted)"])
+
+
+def _median_seconds(function: Callable[..., Any], arguments: Sequence[Any], repeats: int = 20) -> float:
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([function(*arguments) for _ in range(10)])
+        times.append((time.perf_counter() - start) / 10)
+    return float(np.median(times))
+
+
+def measure(op: Op, implementation: str, copy_rate: float) -> str:
+    """One row on the GPU at hand: median time, rate of the ideal bytes, share of the copy bandwidth."""
+    key, ideal = jax.random.key(0), op.ideal_bytes()
+
+    def fill(a: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(a.dtype, jnp.integer):
+            return jax.random.randint(key, a.shape, 0, 100, jnp.int32).astype(a.dtype)
+        return jax.random.uniform(key, a.shape, jnp.float32, 0.5, 1.0).astype(a.dtype)
+
+    arguments = jax.tree.map(fill, op.arguments)
+    call = jax.jit(functools.partial(op.function, implementation=implementation))
+    seconds = _median_seconds(call, arguments)
+    rate = ideal / seconds
+    return f"{ideal / 1e6:9.1f}  {seconds * 1e6:9.1f} us  {rate / 1e9:7.0f} GB/s  {rate / copy_rate:6.1%} of copy"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["70b-attention"])
+    parser.add_argument("--gpu", choices=absent_gpu.GPUS, default="h100", help="GPU to compile for if none is here")
+    options = parser.parse_args(arguments)
+    here = jax.devices()[0]
+    on_gpu = here.platform == "gpu"
+    print(f"jax {jax.__version__}, {here.device_kind if on_gpu else absent_gpu.GPUS[options.gpu].name + ' (absent)'}")
+    copy_rate = 0.0
+    if on_gpu:
+        block = jnp.zeros(1 << 28, jnp.float32)
+        copy_rate = 2 * block.nbytes / _median_seconds(jax.jit(lambda x: x + 1), [block])
+        print(f"copy bandwidth {copy_rate / 1e9:.0f} GB/s, measured on 1 GiB")
+    else:
+        print("ideal MB, moved MB, moved / ideal, kernels, modelled us, bound; nothing here is measured")
+    for name in options.shapes:
+        for op in ops(SHAPES[name]):
+            backends = ["xla"] if op.plan is None or op.plan.problems else ["xla", "mosaic_gpu"]
+            for implementation in backends:
+                row = measure(op, implementation, copy_rate) if on_gpu else model(op, implementation, options.gpu)
+                print(f"{name:14s} {op.name:48s} {implementation:10s} {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
