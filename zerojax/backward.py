@@ -9,7 +9,6 @@ Runs inside `shard_map` over the data axes; knows nothing of batches' specs, los
 from __future__ import annotations
 
 import dataclasses
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

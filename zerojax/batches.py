@@ -132,7 +132,7 @@ def average_outputs(out: Tree, specs: Tree, layout: Layout) -> Tree:
 
 
 def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype") or isinstance(x, (int, float, complex))
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (int, float, complex))
 
 
 def _dtype(x: Any) -> Any:

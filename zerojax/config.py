@@ -139,13 +139,13 @@ class ZeroConfig:
         no_effect = {
             "quantize_weights": self.quantize_weights and self.stage < 3 and "weights are gathered only at stage 3",
             "secondary": self.secondary and (
-                self.stage < 3 and "weights are gathered only at stage 3"
-                or len(self.axes) < 2 and "a secondary partition needs two axes, ('node', 'local')"),
+                (self.stage < 3 and "weights are gathered only at stage 3")
+                or (len(self.axes) < 2 and "a secondary partition needs two axes, ('node', 'local')")),
             "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces whole gradients; use stage 1 to 3",
             "rounding": self.rounding != "nearest" and not pair and "it applies to quantize_gradients, which is None",
             "error_feedback": self.error_feedback and (
-                not pair and "it applies to quantize_gradients, which is None"
-                or len(self.axes) < 2 and "it applies to the hop between nodes, and there is one axis"),
+                (not pair and "it applies to quantize_gradients, which is None")
+                or (len(self.axes) < 2 and "it applies to the hop between nodes, and there is one axis")),
         }  # fmt: skip
         for field, reason in no_effect.items():
             if reason:

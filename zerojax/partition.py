@@ -7,6 +7,7 @@ what cannot be placed. Knows nothing of optimizers or of how values move.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerojax import _compat
 from zerojax.config import ZeroConfig
 from zerojax.layout import Layout
 from zerojax.mesh import check_data_axes, data_size, other_axes, wide_axes
+from zerojax.notices import ZeroNotice, notices
 from zerojax.placement import place
 
 Tree = Any
@@ -82,6 +84,8 @@ def partition(
                 quantize_above=config.min_quantize_size,
             )
         )
+    for text in notices(mesh, config, placements):
+        warnings.warn(text, ZeroNotice, stacklevel=2)
     return Layout(mesh, config, jax.tree.unflatten(treedef, placements))
 
 
@@ -111,7 +115,7 @@ def _check_spec(
 ) -> PartitionSpec:
     """The leaf's PartitionSpec over the other axes, checked; `own` specs of arrays lose their data axes."""
     others = other_axes(mesh, axes)
-    entries: list[None | str | tuple[str, ...]] = []
+    entries: list[str | tuple[str, ...] | None] = []
     for dim, entry in enumerate(spec or ()):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         if own:

@@ -47,7 +47,7 @@ class Placement:
     num_shards: int
     padding: int
     reason: str
-    spec: tuple[None | str | tuple[str, ...], ...]
+    spec: tuple[str | tuple[str, ...] | None, ...]
     trainable: bool = True
     quantize_above: int | None = None
 
@@ -97,7 +97,7 @@ class Placement:
     @property
     def full_spec(self) -> PartitionSpec:
         """PartitionSpec over all axes of the mesh: the leaf's own, and the data axes on the sharded dim."""
-        entries: list[None | str | tuple[str, ...]] = list(self.spec)
+        entries: list[str | tuple[str, ...] | None] = list(self.spec)
         if self.dim is not None:
             entries[self.dim] = self._shard_axes
         return trimmed_spec(entries)
@@ -201,7 +201,7 @@ def _padded(extent: int, num_shards: int) -> int:
     return -(-extent // num_shards) * num_shards
 
 
-def trimmed_spec(entries: list[None | str | tuple[str, ...]]) -> PartitionSpec:
+def trimmed_spec(entries: list[str | tuple[str, ...] | None]) -> PartitionSpec:
     """A PartitionSpec in the canonical form that JAX returns from jit: no trailing None."""
     while entries and entries[-1] is None:
         entries = entries[:-1]

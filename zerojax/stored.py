@@ -35,10 +35,19 @@ class Scope:
             compiler would merge them and keep the full weight alive in between; inside a loop body they lie in
             different loops, and under activation checkpointing recomputation and VJP should share one gather.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
+        fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
     """
 
-    def __init__(self, collectives: Collectives, *, barrier: bool = True, min_loop_size: int = 0) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        *,
+        barrier: bool = True,
+        min_loop_size: int = 0,
+        fed_back: dict[str, object] | None = None,
+    ) -> None:
         self.collectives = collectives
+        self.fed_back = {} if fed_back is None else fed_back
         self.barrier = barrier
         self.min_loop_size = min_loop_size
         self._casts: dict[tuple[int, np.dtype], Stored] = {}
@@ -47,7 +56,9 @@ class Scope:
 
     def nested(self) -> Scope:
         """A scope for the body of a loop or of a checkpointed function."""
-        return Scope(self.collectives, barrier=False, min_loop_size=self.min_loop_size)
+        return Scope(
+            self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back
+        )
 
     def enter(
         self,
@@ -59,7 +70,7 @@ class Scope:
         secondary_stack: int | None = None,
     ) -> Stored:
         """A parameter of this scope; `slot` is the shard-shaped input whose cotangent is the reduced gradient."""
-        holder = None if slot is None else _placeholder(slot, feedback, placement, self.collectives)
+        holder = None if slot is None else _placeholder(slot, feedback, placement, self)
         aval = jax.ShapeDtypeStruct(placement.shape, placement.dtype)
         return Stored(self, shard, slot, placement, holder, (), aval, feedback, secondary_stack=secondary_stack)
 
@@ -216,12 +227,14 @@ def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[An
 
 
 def _placeholder(
-    slot: jax.Array, feedback: jax.Array | None, placement: Placement, collectives: Collectives
+    slot: jax.Array, feedback: jax.Array | None, placement: Placement, scope: Scope
 ) -> jax.Array:
     """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `slot`.
 
     With feedback, the cotangent of `feedback` is what this reduction lost: the feedback of the next step.
     """
+
+    collectives, this = scope.collectives, object()
 
     @jax.custom_vjp
     def expand(slot: jax.Array, feedback: jax.Array | None) -> jax.Array:
@@ -233,6 +246,11 @@ def _placeholder(
     def bwd(feedback: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         if feedback is None:
             return collectives.reduce(cotangent, placement), None
+        if scope.fed_back.setdefault(placement.path, this) is not this:
+            raise ValueError(
+                f"error_feedback: the gradient of params{placement.path} is reduced in more than one place (inside and "
+                "outside a loop, or in two dtypes), and its feedback can enter only one; turn error_feedback off"
+            )
         return collectives.reduce_with_feedback(cotangent, feedback, placement)
 
     expand.defvjp(fwd, bwd)
@@ -240,7 +258,7 @@ def _placeholder(
 
 
 def _after(shards: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Makes what follows on `shards` wait for the cotangents, so that the gather cannot be merged with an earlier one."""
+    """Makes what follows on `shards` wait for the cotangents: their gather cannot be merged with an earlier one."""
     real = [_is_inexact(c) for c in cotangents]
     held, waited = lax.optimization_barrier((shards, _take(cotangents, real)))
     return held, _fill(cotangents, real, waited)

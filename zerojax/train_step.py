@@ -112,7 +112,7 @@ def make_train_step(
         loss, aux = value if has_aux else (value, None)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(jax.tree.map(_wide, grads))}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(jax.tree.map(_wide, grads))}
         if has_aux:
             metrics["aux"] = aux
         return TrainState(state.step + 1, params, opt_state, feedback), metrics  # type: ignore[arg-type]
