@@ -111,5 +111,5 @@ def test_unequal_machines_are_refused():
 
 def test_a_mesh_without_the_configured_axes_is_refused():
     mesh = jax.make_mesh((8,), ("data",))
-    with pytest.raises(ValueError, match=r"\['node', 'local'\] are required .* mesh has {'data': 8}.*ZeroConfig\(axes="):
+    with pytest.raises(ValueError, match=r"\['node', 'local'\] are required .* {'data': 8}.*ZeroConfig\(axes="):
         check_data_axes(mesh, ("node", "local"))

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.layout import Layout
+from zerojax.mesh import automatic
 from zerojax.placement import Placement, pad, unpad
 from zerojax.state_sharding import has_master, master_dtype, state_placements, trained_tree
 
@@ -102,7 +103,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             [_sharding(p, layout) for p in jax.tree.leaves(of_state)],
             [_sharding(p, layout) for p in layout.leaves if has_master(p, layout)],
         )
-        build = _automatic(build, layout, shardings)
+        build = automatic(build, layout.mesh, shardings)
         inner, masters = jax.jit(build, out_shardings=shardings)(jax.tree.leaves(params))
         return ZeroState(jax.tree.unflatten(jax.tree.structure(of_state), inner), _spread(masters, layout), layout_id)
 
@@ -133,7 +134,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             [_sharding(p, layout) for p in jax.tree.leaves(of_state)],
             [_sharding(p, layout) for p in layout.leaves if has_master(p, layout)],
         )  # fmt: skip
-        return _automatic(step, layout, shardings)
+        return automatic(step, layout.mesh, shardings)
 
     @functools.cache
     def jitted() -> Callable[..., Any]:
@@ -299,18 +300,8 @@ def _sharding(p: Placement, layout: Layout) -> NamedSharding:
     return layout.shard_sharding(p) if layout.stage >= 1 else layout.full_sharding(p)
 
 
-def _automatic(fn: Callable[..., Any], layout: Layout, shardings: Any) -> Callable[..., Any]:
-    """On a mesh with explicit axes, hands them to the compiler for the extent of `fn`: uneven slices have no type."""
-    if not _compat.has_explicit_axes(layout.mesh):
-        return fn
-    explicit = tuple(
-        a for a, kind in zip(layout.mesh.axis_names, layout.mesh.axis_types, strict=True) if kind == AxisType.Explicit
-    )
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
-
-
 def _automatic_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding as a constraint inside `_automatic`, which may name only axes that the compiler manages."""
+    """The sharding as a constraint inside `automatic`, which may name only axes that the compiler manages."""
     if not _compat.has_explicit_axes(sharding.mesh):
         return sharding
     return NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
