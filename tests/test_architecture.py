@@ -21,9 +21,11 @@ LAYERS: list[tuple[str, ...]] = [
     ("collectives",),
     ("quantized_collectives",),
     ("stored",),
+    ("secondaries",),
     ("gather_on_use",),
     ("backward",),
     ("gradients",),
+    ("master_weights",),
     ("optimizer",),
     ("train_step",),
     ("remat", "saving"),
@@ -37,7 +39,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("plan_time", "plan_models"),
     ("plan_records", "plan_inputs"),
     ("plan_memory", "plan_traffic", "plan_advice"),
-    ("planner",),
+    ("planner", "plan_report", "plan_picture"),
     ("cli",),
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
@@ -56,10 +58,15 @@ def name_stack_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
+def is_traced(x: Any) -> bool:
+    """Whether `x` stands for a value that is not known while the program is traced."""
+    return isinstance(x, Tracer)
+
+
 def is_prng_key(x: Any) -> bool:
     """Whether `x` is an array of typed PRNG keys (`jax.random.key`)."""
     dtype = getattr(x, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def has_explicit_axes(mesh: jax.sharding.Mesh) -> bool:

@@ -27,9 +27,7 @@ def microbatches(batch: Tree, count: int) -> Tree:
     )
 
 
-def accumulate(
-    step: Step, batch: Tree, rest: Any, feedback: list[Any], count: int
-) -> tuple[Any, list[Any], list[Any]]:
+def accumulate(step: Step, batch: Tree, rest: Any, feedback: list[Any], count: int) -> tuple[Any, list[Any], list[Any]]:
     """Runs `step` on each microbatch in a loop.
 
     Args:

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives import Collectives, identity_gather, plain_collectives
-from zerojax.gather_on_use import evaluate_plain, hoist_secondaries
+from zerojax.gather_on_use import evaluate_plain
 from zerojax.layout import Layout
 from zerojax.mesh import other_axes
 from zerojax.placement import Placement
 from zerojax.quantized_collectives import quantized_gradients, quantized_weights
+from zerojax.secondaries import hoist_secondaries
 from zerojax.stored import Scope, Stored
 
 Tree = Any

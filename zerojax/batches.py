@@ -47,7 +47,8 @@ def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
         if shape[0] % count or shape[0] == 0:
             raise ValueError(
                 f"{name} has shape {shape}: its leading dim {shape[0]} must be a positive multiple of the "
-                f"{layout.num_shards} devices of the data axes {sizes}{pieces}; pad or drop examples to {max(1, shape[0] // count) * count}"
+                f"{layout.num_shards} devices of the data axes {sizes}{pieces}; pad or drop examples to "
+                f"{max(1, shape[0] // count) * count}"
             )
         return PartitionSpec(axes)
 
@@ -107,8 +108,9 @@ def output_specs(shapes: Tree, batch: Tree, layout: Layout, microbatches: int = 
             return PartitionSpec(layout.config.axes)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ValueError(
-                f"output{jax.tree_util.keystr(path)} has shape {x.shape} and dtype {x.dtype}: without the batch's leading "
-                f"dim ({sorted(local)} on each device) it would be averaged over the devices, which needs a float; cast it"
+                f"output{jax.tree_util.keystr(path)} has shape {x.shape} and dtype {x.dtype}: without the batch's "
+                f"leading dim ({sorted(local)} on each device) it would be averaged over the devices, which needs a "
+                "float; cast it"
             )
         return PartitionSpec()
 

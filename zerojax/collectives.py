@@ -34,8 +34,8 @@ class Collectives(NamedTuple):
         gather_secondary: (secondary, placement) -> the full logical leaf, over the innermost axis only.
         reduce: (full logical leaf, placement) -> this device's shard of the sum over all devices; for a replicated leaf
             the sum itself.
-        reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what this
-            one lost); the losses are those of this device's chunk in the hop between nodes. Nothing is lost unquantised.
+        reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what
+            this one lost); the losses are those of this device's chunk in the hop between nodes, zero if unquantised.
         gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis.
         reduce_bytes: the same for `reduce`.
     """
@@ -87,9 +87,7 @@ def plain_collectives(
         wire = placement if grad_dtype is None else placement.with_dtype(jnp.dtype(grad_dtype))
         return _reduce_bytes(wire, sizes)
 
-    def reduce_with_feedback(
-        full: jax.Array, feedback: jax.Array, placement: Placement
-    ) -> tuple[jax.Array, jax.Array]:
+    def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
         return reduce(full, placement), jnp.zeros_like(feedback)
 
     return Collectives(
@@ -144,7 +142,7 @@ def _gather(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> ja
 
 def _reduce(full: jax.Array, placement: Placement) -> jax.Array:
     """Reduce-scatter along the placement's dim, innermost axis first; an all-reduce for a replicated leaf."""
-    if not placement.is_sharded:
+    if placement.dim is None:
         return lax.psum(full, placement.axes)
     for axis in reversed(placement.axes):
         full = lax.psum_scatter(full, axis, scatter_dimension=placement.dim, tiled=True)

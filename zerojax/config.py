@@ -38,9 +38,9 @@ class QuantFormat:
     rotate: int | None = None
 
 
-# Weights: a block is large because its elements are alike in size and the scale is overhead. Gradients: int8 on the fast
-# network; between nodes 4 bits in blocks of 32 with float8 scales, so that no coordinate with small gradients shares a
-# scale with many large ones (the README has the measurement that chose it).
+# Weights: a block is large because its elements are alike in size and the scale is overhead. Gradients: int8 on the
+# fast network; between nodes 4 bits in blocks of 32 with float8 scales, so that no coordinate with small gradients
+# shares a scale with many large ones (the README has the measurement that chose it).
 WEIGHT_FORMATS = {"int8": QuantFormat(8, 256), "int4": QuantFormat(4, 64, rotate=32)}
 GRADIENT_FORMATS = {"int8": QuantFormat(8, 128), "int4": QuantFormat(4, 32, "float8_e4m3fn")}
 

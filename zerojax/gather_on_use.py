@@ -21,13 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
+from zerojax.secondaries import VIEWS, hoist_secondaries, is_scanned_over
 from zerojax.stored import Scope, Stored, use
 
 Rule = Callable[[Any, list[Any], Scope], list[Any]]
-
-# Operations that only rearrange or repeat elements and take one operand: they commute with the gather.
-_VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice", "copy",
-                    "copy_p", "sharding_constraint", "reshard", "mesh_cast", "layout_constraint"})  # fmt: skip
 
 
 class GatherWarning(UserWarning):
@@ -110,8 +107,9 @@ def _slice_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     if not plain or param.view or param.is_secondary or not param.placement.is_sharded:
         return (_use_rule if indices or not plain else _view_rule)(eqn, inputs, scope)
     dim, placement = param.placement.dim, param.placement
+    assert dim is not None
     strides = eqn.params.get("strides") or (1,) * len(out_shape)
-    computed = any(isinstance(i, jax.core.Tracer) for i in indices)
+    computed = any(_compat.is_traced(i) for i in indices)
     if computed or out_shape[dim] != placement.shape[dim] or strides[dim] != 1:
         return (_use_rule if indices else _view_rule)(eqn, inputs, scope)
 
@@ -171,9 +169,10 @@ def _scan_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     num_consts, num_carry = _compat.scan_arity(eqn.params)
     body_jaxpr, length = eqn.params["jaxpr"], eqn.params["length"]
     inner_jaxpr, _ = _compat.open_jaxpr(body_jaxpr)
-    consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+    first_xs = num_consts + num_carry
+    consts, carry, xs = inputs[:num_consts], inputs[num_consts:first_xs], inputs[first_xs:]
     consts = [
-        x if isinstance(x, Stored) and _is_scanned_over(inner_jaxpr, inner_jaxpr.invars[i]) else _plain(x)
+        x if isinstance(x, Stored) and is_scanned_over(inner_jaxpr, inner_jaxpr.invars[i]) else _plain(x)
         for i, x in enumerate(consts)
     ]
     carry = [_plain(x) for x in carry]
@@ -188,13 +187,8 @@ def _scan_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
         out = evaluate_plain(body_jaxpr, args, inner)
         return out[:num_carry], out[num_carry:]
 
-    last, ys = lax.scan(
-        body, carry, flat_xs, length=length, reverse=eqn.params["reverse"], unroll=eqn.params["unroll"]
-    )
+    last, ys = lax.scan(body, carry, flat_xs, length=length, reverse=eqn.params["reverse"], unroll=eqn.params["unroll"])
     return [*last, *ys]
-
-
-_ENTERED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"})
 
 
 def _is_small_stack(param: Stored, scope: Scope) -> bool:
@@ -207,47 +201,6 @@ def _unquantized(param: Stored) -> Stored:
     return dataclasses.replace(param, placement=param.placement.unquantized())
 
 
-def hoist_secondaries(jaxpr: Any, inputs: Sequence[Any], scope: Scope) -> list[Any]:
-    """Makes the secondary partitions of a region's parameters outside of it, so that it runs on them alone.
-
-    The region is a checkpointed function, whose recomputation then stays inside the node, or all microbatches of a
-    step. A parameter that every use in the region casts to the same narrower dtype is cast first.
-    """
-    if scope.collectives.secondary is None:
-        return list(inputs)
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    out: list[Any] = []
-    for x, var in zip(inputs, inner.invars, strict=True):
-        if isinstance(x, Stored) and not x.is_secondary:
-            dtypes = _cast_targets(inner, var)
-            if len(dtypes) == 1 and (dtype := dtypes.pop()) is not None and dtype.itemsize < x.placement.dtype.itemsize:
-                x = scope.cast(x, dtype)
-            x = scope.secondary(x, stack=int(_is_scanned_over(inner, var)))
-        out.append(x)
-    return out
-
-
-def _cast_targets(jaxpr: Any, var: Any) -> set[Any]:
-    """The float dtypes to which the uses of a variable cast it; None among them where a use does not cast."""
-    found: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        for position, atom in enumerate(eqn.invars):
-            if atom is not var:
-                continue
-            name = eqn.primitive.name
-            if name == "convert_element_type":
-                dtype = jnp.dtype(eqn.params["new_dtype"])
-                found.add(dtype if jnp.issubdtype(dtype, jnp.floating) else None)
-            elif name in _VIEWS or name in ("dynamic_slice", "stop_gradient"):
-                found |= _cast_targets(jaxpr, eqn.outvars[0])
-            elif name in _ENTERED or name == "scan":
-                body, _ = _compat.open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
-                found |= _cast_targets(body, body.invars[position])
-            else:
-                found.add(None)
-    return found | ({None} if any(atom is var for atom in jaxpr.outvars) else set())
-
-
 def _can_scan(param: Stored, scope: Scope) -> bool:
     """Whether a stacked parameter can enter a loop in stored form, one layer in each iteration."""
     placement = param.placement
@@ -256,8 +209,8 @@ def _can_scan(param: Stored, scope: Scope) -> bool:
     if param.view or not placement.is_sharded:
         if param.view:
             warnings.warn(
-                f"params{placement.path} {placement.shape} is reshaped before it is scanned over and therefore gathered "
-                "whole before the loop; scan over it in the shape in which it is stored",
+                f"params{placement.path} {placement.shape} is reshaped before it is scanned over and therefore "
+                "gathered whole before the loop; scan over it in the shape in which it is stored",
                 GatherWarning,
                 stacklevel=2,
             )
@@ -271,32 +224,6 @@ def _can_scan(param: Stored, scope: Scope) -> bool:
         )
         return False
     return True
-
-
-def _is_scanned_over(jaxpr: Any, var: Any) -> bool:
-    """Whether the only uses of a variable in the jaxpr, through casts and calls, are as xs of a scan."""
-    found = False
-    for eqn in jaxpr.eqns:
-        for position, atom in enumerate(eqn.invars):
-            if atom is not var:
-                continue
-            name = eqn.primitive.name
-            if name == "convert_element_type":
-                used = _is_scanned_over(jaxpr, eqn.outvars[0])
-            elif name == "scan":
-                num_consts, num_carry = _compat.scan_arity(eqn.params)
-                body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-                nested = position < num_consts and _is_scanned_over(body, body.invars[position])
-                used = position >= num_consts + num_carry or nested
-            elif name in _ENTERED:
-                body, _ = _compat.open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
-                used = _is_scanned_over(body, body.invars[position])
-            else:
-                used = False
-            if not used:
-                return False
-            found = True
-    return found
 
 
 def _disassemble(
@@ -331,7 +258,7 @@ def _rebuild(value: Stored, inner: Scope, layer: bool, start: int, arrays: Seque
 
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_VIEWS, _view_rule),
+    **dict.fromkeys(VIEWS, _view_rule),
     "convert_element_type": _cast_rule,
     "slice": _slice_rule,
     "dynamic_slice": _slice_rule,

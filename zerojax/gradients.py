@@ -36,7 +36,7 @@ def value_and_grad(
     has_aux: bool = False,
     weighted: bool = False,
     microbatches: int = 1,
-) -> Callable[..., tuple[Any, Tree]]:
+) -> Callable[..., Any]:
     """Replaces `jax.value_and_grad` for parameters in stored form.
 
     Args:
@@ -205,7 +205,7 @@ def _seed(main: Any, weighted: bool, layout: Layout, count: int) -> Any:
 
 
 def _share(dtype: Any, layout: Layout, count: int) -> float:
-    """One over the number of parts that are averaged; for a narrow loss the power of two below, which is exact in it."""
+    """One over the number of parts that are averaged; for a narrow loss the power of two below, exact in it."""
     parts = layout.num_shards * count
     return 2.0 ** -math.ceil(math.log2(parts)) if _is_narrow(dtype) else 1.0 / parts
 
@@ -214,7 +214,7 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.dtype(dtype).itemsize < 4
 
 
-def _global_loss(main: Any, weighted: bool, layout: Layout, count: int) -> tuple[jax.Array, jax.Array | None]:
+def _global_loss(main: Any, weighted: bool, layout: Layout, count: int) -> tuple[jax.Array, Any]:
     """The global loss, and the factor that the summed gradients still lack (None: none)."""
     axes = layout.config.axes
     share = _share((main[0] if weighted else main).dtype, layout, count)

@@ -1,7 +1,7 @@
 """A Layout: the placements of a parameter tree on a mesh, and the stored form they define.
 
-The *stored form* of a parameter tree is what lives between steps: whole leaves below stage 3, 1/N of every large leaf at
-stage 3 (padded with zeros where no dim divides). A Layout moves trees into and out of it, creates them in it, checks
+The *stored form* of a parameter tree is what lives between steps: whole leaves below stage 3, 1/N of every large leaf
+at stage 3 (padded with zeros where no dim divides). A Layout moves trees into and out of it, creates them in it, checks
 them against it and describes it. Knows nothing of optimizers or of how values move inside a step.
 """
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax import _compat
 from zerojax.config import ZeroConfig
 from zerojax.mesh import automatic, data_size
 from zerojax.notices import notices
@@ -192,7 +193,7 @@ class Layout:
 
         >>> import zerojax
         >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
-        >>> shapes = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32), "b": jax.ShapeDtypeStruct((512,), jnp.float32)}
+        >>> shapes = jax.eval_shape(lambda: {"w": jnp.zeros((512, 512)), "b": jnp.zeros(512)})
         >>> print(zerojax.partition(shapes, mesh, ZeroConfig()).describe())
         stage 3 on mesh node=2 x local=4: 8 shards over ('node', 'local')
         sharded     1 leaves      1,048,576 bytes,        131,072 on each device
@@ -219,7 +220,7 @@ class Layout:
         return "\n".join(lines)
 
     def _check_mesh(self, x: Any, name: str) -> None:
-        sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+        sharding = getattr(x, "sharding", None) if not _compat.is_traced(x) else None
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             return
         other, mine = sharding.mesh, self.mesh

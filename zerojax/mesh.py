@@ -58,8 +58,8 @@ def make_mesh(
         devices_per_node = len(devices) // max(num_nodes, 1)
     if num_nodes * devices_per_node != len(devices):
         raise ValueError(
-            f"make_mesh: {num_nodes} nodes x {devices_per_node} devices need {num_nodes * devices_per_node} devices, but "
-            f"there are {len(devices)} ({_describe(hosts)}); to use only some, pass devices=jax.devices()[:n]"
+            f"make_mesh: {num_nodes} nodes x {devices_per_node} devices need {num_nodes * devices_per_node} devices, "
+            f"but there are {len(devices)} ({_describe(hosts)}); to use only some, pass devices=jax.devices()[:n]"
         )
     _check_hosts(hosts, num_nodes, devices_per_node)
     inner = math.prod(extra_axes.values())

@@ -47,8 +47,8 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
         out.append(f"quantize_gradients reduces in a single hop over {wide!r}, in the format for {kind}")
     if config.error_feedback and narrow:
         out.append(f"error_feedback has no effect: axis {narrow[0]!r} has one device, so there is no hop between nodes")
-    for field, formats in (("quantize_weights", (config.quantize_weights,)),
-                           ("quantize_gradients", config.quantize_gradients or ())):  # fmt: skip
+    for field, formats in (("quantize_weights", [config.quantize_weights]),
+                           ("quantize_gradients", list(config.quantize_gradients or ()))):  # type: ignore[arg-type]  # fmt: skip
         largest = max((f.block_size for f in formats if isinstance(f, QuantFormat)), default=0)
         small = [p for p in leaves if p.is_quantized and math.prod(p.shard_shape) < largest]
         if small:

@@ -16,14 +16,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import _compat
 from zerojax.layout import Layout
+from zerojax.master_weights import (
+    all_masters,
+    enter_state,
+    finish_update,
+    hold,
+    leave,
+    master_pairs,
+    masters_of,
+    optimized,
+    spread_masters,
+    state_sharding_of,
+)
 from zerojax.mesh import automatic
-from zerojax.placement import Placement, pad, unpad
+from zerojax.placement import Placement
 from zerojax.state_sharding import has_master, master_dtype, state_placements, trained_tree
 
 Tree = Any
@@ -64,8 +74,8 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
 
     Returns:
         A transformation. `init(params)` takes parameters in stored form and creates the state in sharded form, no
-        device ever holding a whole leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of the
-        state, with their shardings. `update(grads, state, params, **extra)` takes whole or sharded gradients
+        device ever holding a whole leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of
+        the state, with their shardings. `update(grads, state, params, **extra)` takes whole or sharded gradients
         and returns updates in the form of the parameters, for `optax.apply_updates`. At stages 1 and 2 the updates are
         all-gathered, in the dtype of the parameters where there is a master copy. At stage 0 nothing is sharded.
 
@@ -95,17 +105,19 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
 
         def build(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             params = layout.treedef.unflatten(leaves)
-            masters = _masters(params, layout)
-            inner = wrapped.init(trained_tree(layout, _optimized(params, masters, layout)))
-            return _enter(inner, of_state, layout), [_hold(x, p, layout) for x, p in _master_pairs(masters, layout)]
+            masters = masters_of(params, layout)
+            inner = wrapped.init(trained_tree(layout, optimized(params, masters, layout)))
+            return enter_state(inner, of_state, layout), [hold(x, p, layout) for x, p in master_pairs(masters, layout)]
 
         shardings = (
-            [_sharding(p, layout) for p in jax.tree.leaves(of_state)],
-            [_sharding(p, layout) for p in layout.leaves if has_master(p, layout)],
+            [state_sharding_of(p, layout) for p in jax.tree.leaves(of_state)],
+            [state_sharding_of(p, layout) for p in layout.leaves if has_master(p, layout)],
         )
         build = automatic(build, layout.mesh, shardings)
         inner, masters = jax.jit(build, out_shardings=shardings)(jax.tree.leaves(params))
-        return ZeroState(jax.tree.unflatten(jax.tree.structure(of_state), inner), _spread(masters, layout), layout_id)
+        return ZeroState(
+            jax.tree.unflatten(jax.tree.structure(of_state), inner), spread_masters(masters, layout), layout_id
+        )
 
     def compute(static: dict[str, Any]) -> Callable[..., Any]:
         """The update on lists of leaves in stored form; `static` are the extra arguments that are no arrays."""
@@ -113,26 +125,26 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
 
         def step(grad_leaves: list[Any], state: ZeroState, param_leaves: Any, extra: Any) -> tuple[list[Any], ...]:
             grads = layout.treedef.unflatten([
-                None if not p.trainable else _leave(g, p, layout).astype(master_dtype(p, layout))
+                None if not p.trainable else leave(g, p, layout).astype(master_dtype(p, layout))
                 for g, p in zip(grad_leaves, layout.leaves, strict=True)
             ])  # fmt: skip
-            masters = [None if m is None else _leave(m, p, layout) for m, p in _all_masters(state.master, layout)]
+            masters = [None if m is None else leave(m, p, layout) for m, p in all_masters(state.master, layout)]
             old = None if param_leaves is None else layout.treedef.unflatten(param_leaves)
-            seen = None if old is None else trained_tree(layout, _optimized(old, masters, layout))
-            inner = jax.tree.map(lambda x, p: _leave(x, p, layout), state.inner, of_state)
+            seen = None if old is None else trained_tree(layout, optimized(old, masters, layout))
+            inner = jax.tree.map(lambda x, p: leave(x, p, layout), state.inner, of_state)
             updates, new_inner = wrapped.update(grads, inner, seen, **extra, **static)
-            updates, new_masters = _finish(updates, masters, param_leaves, layout)
+            updates, new_masters = finish_update(updates, masters, param_leaves, layout)
             return (
                 updates,
-                _enter(new_inner, of_state, layout),
-                [_hold(m, p, layout) for m, p in _master_pairs(new_masters, layout)],
+                enter_state(new_inner, of_state, layout),
+                [hold(m, p, layout) for m, p in master_pairs(new_masters, layout)],
             )
 
         shardings = (
             [layout.param_sharding(p) if p.trainable else NamedSharding(layout.mesh, PartitionSpec())
              for p in layout.leaves],
-            [_sharding(p, layout) for p in jax.tree.leaves(of_state)],
-            [_sharding(p, layout) for p in layout.leaves if has_master(p, layout)],
+            [state_sharding_of(p, layout) for p in jax.tree.leaves(of_state)],
+            [state_sharding_of(p, layout) for p in layout.leaves if has_master(p, layout)],
         )  # fmt: skip
         return automatic(step, layout.mesh, shardings)
 
@@ -140,9 +152,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     def jitted() -> Callable[..., Any]:
         return jax.jit(compute({}))
 
-    def update(
-        grads: Tree, state: ZeroState, params: Tree | None = None, **extra: Any
-    ) -> tuple[Tree, ZeroState]:
+    def update(grads: Tree, state: ZeroState, params: Tree | None = None, **extra: Any) -> tuple[Tree, ZeroState]:
         _check_state(state, layout_id, layout)
         of_state = placements()
         if jax.tree.structure(state.inner) != jax.tree.structure(of_state):
@@ -164,14 +174,16 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         updates, inner, masters = step(grad_leaves, state, param_leaves, arrays)
         return (
             layout.treedef.unflatten(updates),
-            ZeroState(jax.tree.unflatten(jax.tree.structure(of_state), inner), _spread(masters, layout), layout_id),
+            ZeroState(
+                jax.tree.unflatten(jax.tree.structure(of_state), inner), spread_masters(masters, layout), layout_id
+            ),
         )
 
     def placements_of_state() -> ZeroState:
         masters = [p.with_dtype(master_dtype(p, layout)) for p in layout.leaves if has_master(p, layout)]
-        return ZeroState(placements(), _spread(masters, layout), layout_id)
+        return ZeroState(placements(), spread_masters(masters, layout), layout_id)
 
-    out = ShardedTransformation(init, update)
+    out = ShardedTransformation(init, update)  # type: ignore[arg-type]
     out.state_placements = placements_of_state
     return out
 
@@ -205,106 +217,11 @@ def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> Zer
 def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState:
     def shape(p: Placement, dtype: Any) -> jax.ShapeDtypeStruct:
         held = p.padded_shape if layout.stage else p.shape
-        return jax.ShapeDtypeStruct(held, dtype, sharding=_sharding(p, layout))
+        return jax.ShapeDtypeStruct(held, dtype, sharding=state_sharding_of(p, layout))
 
     inner = jax.tree.map(lambda p: shape(p, p.dtype), of_state)
     masters = [shape(p, master_dtype(p, layout)) for p in layout.leaves if has_master(p, layout)]
-    return ZeroState(inner, _spread(masters, layout), layout_id)
-
-
-def _finish(
-    updates: Tree, masters: list[Any], param_leaves: list[jax.Array] | None, layout: Layout
-) -> tuple[list[Any], list[Any]]:
-    """Updates in the form of the parameters, and the new master copies."""
-    out: list[Any] = []
-    new_masters: list[Any] = []
-    pending = iter(jax.tree.leaves(updates))
-    for i, (p, master) in enumerate(zip(layout.leaves, masters, strict=True)):
-        if not p.trainable:
-            out.append(jnp.zeros((), p.dtype))  # added to a frozen leaf, changes nothing and holds no memory
-            new_masters.append(None)
-            continue
-        u = next(pending)
-        if master is None:
-            new_masters.append(None)
-            out.append(_to_param_form(_constrain(u, p, layout), p, layout))
-            continue
-        assert param_leaves is not None
-        new = _constrain(optax.apply_updates(master, u), p, layout)
-        new_masters.append(new)
-        # The parameter becomes its master, rounded. The difference is taken after the gather, so that the wire carries
-        # the narrow dtype and rounding never accumulates: the next step starts from the master again.
-        narrow = _to_param_form(new.astype(p.dtype), p, layout)
-        wide = jnp.dtype(layout.config.master_dtype)
-        out.append(narrow.astype(wide) - param_leaves[i].astype(wide))
-    return out, new_masters
-
-
-def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    if layout.stage >= 3:
-        return _constrain(pad(x, p), p, layout)
-    return jax.lax.with_sharding_constraint(x, _automatic_sharding(layout.full_sharding(p))) if layout.stage else x
-
-
-def _optimized(params: Tree, masters: list[Any], layout: Layout) -> Tree:
-    """What the optimizer works on, logical and constrained to shards: the master copy where there is one."""
-    leaves = jax.tree.leaves(params)
-    return layout.treedef.unflatten([
-        _leave(x, p, layout) if m is None else m for x, m, p in zip(leaves, masters, layout.leaves, strict=True)
-    ])  # fmt: skip
-
-
-def _masters(params: Tree, layout: Layout) -> list[Any]:
-    return [
-        _leave(x, p, layout).astype(master_dtype(p, layout)) if has_master(p, layout) else None
-        for x, p in zip(jax.tree.leaves(params), layout.leaves, strict=True)
-    ]
-
-
-def _master_pairs(masters: list[Any], layout: Layout) -> list[tuple[Any, Placement]]:
-    return [(m, p) for m, p in zip(masters, layout.leaves, strict=True) if m is not None]
-
-
-def _all_masters(master: Tree, layout: Layout) -> list[tuple[Any, Placement]]:
-    leaves = jax.tree.leaves(master, is_leaf=lambda x: x is None) if master is not None else [None] * len(layout.leaves)
-    return list(zip(leaves, layout.leaves, strict=True))
-
-
-def _spread(masters: list[Any], layout: Layout) -> Tree:
-    if not masters:
-        return None
-    pending = iter(masters)
-    return layout.treedef.unflatten([next(pending) if has_master(p, layout) else None for p in layout.leaves])
-
-
-def _leave(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    """From stored or whole form to the logical shape, constrained to the shards."""
-    return _constrain(unpad(x, p), p, layout)
-
-
-def _enter(state: Tree, of_state: Tree, layout: Layout) -> list[jax.Array]:
-    leaves = jax.tree.leaves(state)
-    return [_hold(x, p, layout) for x, p in zip(leaves, jax.tree.leaves(of_state), strict=True)]
-
-
-def _hold(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    """From logical to stored form, sharded from stage 1 on."""
-    return _constrain(pad(x, p) if layout.stage else x, p, layout)
-
-
-def _constrain(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, _automatic_sharding(_sharding(p, layout)))
-
-
-def _sharding(p: Placement, layout: Layout) -> NamedSharding:
-    return layout.shard_sharding(p) if layout.stage >= 1 else layout.full_sharding(p)
-
-
-def _automatic_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding as a constraint inside `automatic`, which may name only axes that the compiler manages."""
-    if not _compat.has_explicit_axes(sharding.mesh):
-        return sharding
-    return NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
+    return ZeroState(inner, spread_masters(masters, layout), layout_id)
 
 
 def _like_params(grads: Tree, layout: Layout) -> Tree:
@@ -325,11 +242,12 @@ def _check_state(state: Any, layout_id: str, layout: Layout) -> None:
     if state.layout_id != layout_id:
         raise ValueError(
             f"the optimizer state belongs to another layout than {dict(layout.mesh.shape)}, stage {layout.stage} "
-            "(other mesh shape, stage, thresholds or model); create it with zero(tx, layout).init(params) of this layout"
+            "(other mesh shape, stage, thresholds or model); create it with zero(tx, layout).init(params) here"
         )
 
 
 def _fingerprint(layout: Layout) -> str:
     """A short hash of what fixes the stored form: mesh shape, stage, dtypes and every placement."""
-    facts = (tuple(layout.mesh.shape.items()), layout.stage, layout.config.master_dtype, layout.leaves)
+    placed = [(p.path, p.shape, p.dtype.name, p.dim, p.axes, p.padding, p.spec, p.trainable) for p in layout.leaves]
+    facts = (tuple(layout.mesh.shape.items()), layout.stage, layout.config.master_dtype, placed)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -106,7 +106,7 @@ def _check_leaf(path: str, leaf: Any, train: bool) -> None:
 
 
 def _own_spec(leaf: Any) -> PartitionSpec | None:
-    sharding = getattr(leaf, "sharding", None) if not isinstance(leaf, jax.core.Tracer) else None
+    sharding = getattr(leaf, "sharding", None) if not _compat.is_traced(leaf) else None
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 

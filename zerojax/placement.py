@@ -114,7 +114,8 @@ class Placement:
 
     def without_leading_dim(self) -> Placement:
         """The placement of one layer of a stacked leaf, as the body of a scan over dim 0 sees it."""
-        assert self.dim != 0 and self.shape, "only a leaf that is whole along dim 0 can be scanned in stored form"
+        assert self.dim != 0, "a leaf that is split along dim 0 cannot be scanned in stored form"
+        assert self.shape, "only a leaf that is whole along dim 0 can be scanned in stored form"
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(self, shape=self.shape[1:], dim=dim, spec=self.spec[1:])
 

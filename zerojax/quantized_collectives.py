@@ -3,8 +3,8 @@
 Weights (arXiv 2306.10209, section 3.1): each device quantises its shard in blocks once, levels and scales are gathered
 over "node" and then over "local", and every device, the owner included, computes with the same dequantised values.
 Gradients (section 3.3): hop 1 sends each device of the node its slices by all-to-all and sums what arrives in float32;
-hop 2 does the same between nodes. Slices are in local-major order, so nothing is reordered between the hops. Payload and
-scales of an all-to-all travel as one message of bytes. Knows nothing of trees or stages; the only module that imports
+hop 2 does the same between nodes. Slices are in local-major order, so nothing is reordered between the hops. Payload
+and scales of an all-to-all travel as one message of bytes. Knows nothing of trees or stages; alone imports
 the kernels.
 """
 
@@ -119,9 +119,7 @@ def quantized_gradients(
 
         return within_other_axes(move, placement, other_axes)(pad(full, placement))
 
-    def reduce_with_feedback(
-        full: jax.Array, feedback: jax.Array, placement: Placement
-    ) -> tuple[jax.Array, jax.Array]:
+    def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
         if not placement.is_quantized:
             return plain.reduce_with_feedback(full, feedback, placement)
 
@@ -152,14 +150,14 @@ def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: BlockFormat, s
     lead, one = shard.shape[:stack], shard.shape[stack:]
     flat = shard.reshape(math.prod(lead), *one) if stack else shard[None]
     q = quantize_slices(flat, dim=0, num_slices=flat.shape[0], **fmt.keywords())
-    q = QuantizedArray(*_reshaped(q, lead), q.format, tuple(one), q.dtype)
+    qvalue, scale, tile_scale = (
+        None if a is None else a.reshape(*lead, *a.shape[1:]) for a in (q.qvalue, q.scale, q.tile_scale)
+    )
+    assert qvalue is not None and scale is not None  # noqa: PT018
+    q = QuantizedArray(qvalue, scale, tile_scale, q.format, tuple(one), q.dtype)
     for axis in axes:
         q = jax.tree.map(lambda a, axis=axis: _all_gather(a, axis, stack), q)
     return q
-
-
-def _reshaped(q: QuantizedArray, lead: tuple[int, ...]) -> list[Any]:
-    return [None if a is None else a.reshape(*lead, *a.shape[1:]) for a in (q.qvalue, q.scale, q.tile_scale)]
 
 
 def _dequantized_over(q: QuantizedArray, axes: tuple[str, ...], placement: Placement) -> jax.Array:
@@ -179,7 +177,11 @@ def _all_gather(x: jax.Array, axis: str, position: int) -> jax.Array:
 
 
 def _reduced(
-    full: jax.Array, feedback: jax.Array | None, placement: Placement, hops: list[tuple[str, BlockFormat]], rounding: str
+    full: jax.Array,
+    feedback: jax.Array | None,
+    placement: Placement,
+    hops: list[tuple[str, BlockFormat]],
+    rounding: str,
 ) -> tuple[jax.Array, jax.Array | None]:
     """This device's shard of the sum, float32, and what the last hop lost: one all-to-all of byte messages per hop."""
     assert placement.dim is not None

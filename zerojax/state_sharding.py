@@ -58,9 +58,7 @@ def has_master(placement: Placement, layout: Layout) -> bool:
     """Whether the optimizer state keeps a wider copy of a parameter."""
     master = layout.config.master_dtype
     floating = jnp.issubdtype(placement.dtype, jnp.floating)
-    return bool(
-        master and placement.trainable and floating and placement.dtype.itemsize < jnp.dtype(master).itemsize
-    )
+    return bool(master and placement.trainable and floating and placement.dtype.itemsize < jnp.dtype(master).itemsize)
 
 
 def trained_tree(layout: Layout, tree: Tree) -> Tree:
@@ -74,7 +72,9 @@ def _owners(layout: Layout) -> dict[tuple[Any, ...], Placement]:
     return {tuple(path): placement for path, placement in paths if placement.trainable}
 
 
-def _place_leaf(path: tuple[Any, ...], leaf: Any, owners: dict[tuple[Any, ...], Placement], layout: Layout) -> Placement:
+def _place_leaf(
+    path: tuple[Any, ...], leaf: Any, owners: dict[tuple[Any, ...], Placement], layout: Layout
+) -> Placement:
     name = jax.tree_util.keystr(path)
     for start in range(len(path) + 1):
         owner = owners.get(tuple(path[start:]))

@@ -56,9 +56,7 @@ class Scope:
 
     def nested(self) -> Scope:
         """A scope for the body of a loop or of a checkpointed function."""
-        return Scope(
-            self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back
-        )
+        return Scope(self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back)
 
     def enter(
         self,
@@ -196,8 +194,8 @@ def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[An
         return [s.gathered(shard) for s, shard in zip(stored, shards, strict=True)]
 
     def merged(fulls: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        fulls, rest = iter(fulls), iter(rest)
-        return [next(fulls) if is_stored else next(rest) for is_stored in where]
+        of_stored, of_rest = iter(fulls), iter(rest)
+        return [next(of_stored) if is_stored else next(of_rest) for is_stored in where]
 
     @jax.custom_vjp
     def op(shards: list[Any], holders: list[Any], rest: list[Any]) -> list[Any]:
@@ -226,9 +224,7 @@ def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[An
     return op([s.shard for s in stored], [s.placeholder for s in stored if s.placeholder is not None], others)
 
 
-def _placeholder(
-    slot: jax.Array, feedback: jax.Array | None, placement: Placement, scope: Scope
-) -> jax.Array:
+def _placeholder(slot: jax.Array, feedback: jax.Array | None, placement: Placement, scope: Scope) -> jax.Array:
     """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `slot`.
 
     With feedback, the cotangent of `feedback` is what this reduction lost: the feedback of the next step.

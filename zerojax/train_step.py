@@ -110,7 +110,7 @@ def make_train_step(
         else:
             value, grads = grad_fn(state.params, batch, *rest)
         loss, aux = value if has_aux else (value, None)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(jax.tree.map(_wide, grads))}
         if has_aux:
