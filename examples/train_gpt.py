@@ -131,8 +131,8 @@ def with_master_weights(tx: optax.GradientTransformation) -> optax.GradientTrans
     def init(params: Any) -> Any:
         return widen(params), tx.init(widen(params))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, inner = tx.update(widen(grads), state[1], state[0])
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, inner = tx.update(widen(updates), state[1], state[0])
         master = jax.tree.map(jnp.add, state[0], updates)
         # float32 holds the difference of two narrower numbers, so that applying it gives the rounded master weight.
         change = jax.tree.map(

@@ -27,9 +27,9 @@ class Block(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         attention = nn.SelfAttention(HEADS, dtype=jnp.bfloat16, deterministic=self.deterministic, dropout_rate=0.1)
-        x = x + attention(nn.RMSNorm(dtype=jnp.bfloat16)(x), mask)
+        x = x + attention(nn.RMSNorm(dtype=jnp.bfloat16)(x), nn.make_causal_mask(x[..., 0]))
         hidden = nn.gelu(nn.Dense(4 * WIDTH, dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x)))
         hidden = nn.Dropout(0.1, deterministic=self.deterministic)(hidden)
         return x + nn.Dense(WIDTH, dtype=jnp.bfloat16)(hidden), None
@@ -49,17 +49,16 @@ class GPT(nn.Module):
             nn.remat(Block, prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
             length=LAYERS,
         )
-        x, _ = blocks(self.deterministic)(x, nn.make_causal_mask(tokens))
+        x, _ = blocks(self.deterministic)(x, None)
         return embed.attend(nn.RMSNorm(dtype=jnp.bfloat16)(x)).astype(jnp.float32)
 
 
 def loss_fn(params: Any, batch: jax.Array, dropout_key: jax.Array) -> jax.Array:
     """Mean cross entropy in nats per byte, with dropout."""
     tokens = batch.astype(jnp.int32)
-    logits = GPT().apply({"params": params}, tokens[:, :-1], rngs={"dropout": dropout_key})
+    logits: Any = GPT().apply({"params": params}, tokens[:, :-1], rngs={"dropout": dropout_key})
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
