@@ -2,8 +2,8 @@
 
 Model states are parameters, gradients and optimizer state (arXiv 1910.02054, section 3.1). With Ψ bfloat16 parameters
 and Adam with master weights, N replicas hold 16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N bytes each at stages 0 to 3 (section
-5); here the same sum runs over the leaves as they are stored, with their padding, the small ones whole, and split over the
-user's other mesh axes too. Activations and gathered weights are the compiler's: see `zerojax.compiled_program`.
+5); here the same sum runs over the leaves as they are stored, with their padding, the small ones whole, and split over
+the user's other mesh axes too. Activations and gathered weights are the compiler's: see `zerojax.compiled_program`.
 """
 
 from __future__ import annotations
