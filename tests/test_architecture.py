@@ -17,7 +17,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("_compat", "config", "mesh", "placement"),
     ("notices",),
     ("layout",),
-    ("partition", "state_sharding", "batches", "feedback", "accumulation"),
+    ("partition", "state_sharding", "batches", "feedback", "accumulation", "loss_scaling"),
     ("collectives",),
     ("quantized_collectives",),
     ("stored",),

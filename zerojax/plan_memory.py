@@ -1,0 +1,135 @@
+"""Memory of a configuration by class: predicted from placements, next to the compiled program's own figures.
+
+The state (arXiv 1910.02054, section 3.1) is the program's arguments, and the prediction must meet the compiler's count
+of them. Gradients and the secondary partition live among the program's temporaries; what remains of those are
+activations, gathered weights and workspace. Also lists what every device holds whole, and why.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import optax
+
+from zerojax.batches import local_shapes
+from zerojax.comms import secondary_bytes
+from zerojax.compiled_program import MemoryFigures
+from zerojax.feedback import init_feedback
+from zerojax.layout import Layout
+from zerojax.leaf_uses import LeafUse
+from zerojax.memory import model_state_bytes
+from zerojax.optimizer import placements_of_state
+from zerojax.placement import Placement
+from zerojax.plan_records import Memory, Replicated
+
+Tree = Any
+# XLA rounds each buffer up to a whole number of these.
+_ALIGNMENT = 256
+
+
+def plan_memory(
+    layout: Layout,
+    tx: optax.GradientTransformation,
+    batch: Tree,
+    rest: tuple[Any, ...],
+    uses: list[tuple[LeafUse, ...]],
+    compiled: MemoryFigures | None,
+    capacity: int,
+) -> Memory:
+    """Memory of one device.
+
+    Args:
+        layout: the layout.
+        tx: the optimizer, not wrapped.
+        batch: global shapes of the batch.
+        rest: shapes of the further arguments of the loss.
+        uses: from `zerojax.leaf_uses`.
+        compiled: figures of the compiled step, or None.
+        capacity: bytes that may be used.
+    """
+    state = model_state_bytes(layout, tx).per_device
+    arguments = {
+        "params": state.params,
+        "master": state.master,
+        "moments": state.moments,
+        "error_feedback": sum(map(_own_bytes, jax.tree.leaves(init_feedback(layout, abstract=True)))),
+        "batch": sum(map(_shape_bytes, jax.tree.leaves((local_shapes(batch, layout), rest)))) + 4,  # the step counter
+    }
+    inside = {"grads": state.grads, "secondary": secondary_bytes(layout, uses)}
+    predicted = sum(arguments.values())
+    if compiled is None:
+        why = "activations, temporaries and gathered weights are not in the total: they are the compiler's"
+        classes = {**arguments, **inside}
+        return Memory(classes, sum(classes.values()), capacity, None, predicted, 0, why)
+    difference = compiled.argument - predicted
+    activations = compiled.temp - sum(inside.values())
+    output = compiled.output - compiled.alias
+    classes = {
+        **arguments, **inside, "activations": max(activations, 0), "code": compiled.generated_code,
+        "outputs": max(output, 0),
+    }  # fmt: skip
+    number = len(jax.tree.leaves(layout.placements)) * 4
+    why = _explain(difference, predicted, number, compiled, activations)
+    return Memory(classes, compiled.total, capacity, compiled, predicted, difference, why, compiled.host_temp)
+
+
+def _explain(difference: int, predicted: int, buffers: int, compiled: MemoryFigures, activations: int) -> str:
+    parts = []
+    if difference == 0:
+        parts.append("the compiler counts exactly the predicted arguments")
+    elif 0 < difference <= buffers * _ALIGNMENT:
+        parts.append(f"the compiler rounds buffers up: {difference:,} bytes more than predicted")
+    elif difference < 0:
+        parts.append(f"the compiler dropped arguments that the step does not read: {-difference:,} bytes")
+    else:
+        parts.append(f"the compiler counts {difference:,} bytes ({difference / predicted:.1%}) more than predicted")
+    if activations < 0:
+        parts.append(
+            f"gradients and secondary partition do not all live at once: the temporaries are {-activations:,} bytes "
+            "smaller than their sum"
+        )
+    if compiled.alias < predicted * 0.99 and compiled.output > compiled.alias:
+        parts.append(f"{compiled.output - compiled.alias:,} bytes of results reuse no argument")
+    return "; ".join(parts)
+
+
+def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple[Replicated, ...]:
+    """What every device holds whole along the data axes, the largest first, and why.
+
+    Args:
+        layout: the layout.
+        tx: the optimizer, not wrapped.
+    """
+    if layout.num_shards == 1:
+        return ()
+    state = placements_of_state(tx, layout)
+    trained = [p for p in layout.leaves if p.trainable]
+    classes: list[tuple[str, list[Placement], int]] = [
+        ("params", layout.leaves, 3),
+        ("grads", trained, 2),
+        ("master", jax.tree.leaves(state.master), 1),
+        ("moments", jax.tree.leaves(state.inner), 1),
+    ]
+    found = []
+    for what, placements, first in classes:
+        for p in placements:
+            if layout.stage < first:
+                reason = f"stage {layout.stage} keeps {what} whole, stage {first} splits them"
+            elif not p.is_sharded:
+                reason = p.reason
+            else:
+                continue
+            size = math.prod(layout.full_sharding(p).shard_shape(p.shape)) * p.dtype.itemsize
+            found.append(Replicated(what, p.path, size, reason))
+    return tuple(sorted(found, key=lambda one: -one.bytes))
+
+
+def _shape_bytes(x: Any) -> int:
+    return math.prod(x.shape) * jax.eval_shape(lambda y: y, x).dtype.itemsize
+
+
+def _own_bytes(x: jax.ShapeDtypeStruct) -> int:
+    assert x.sharding is not None
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
