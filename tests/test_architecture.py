@@ -28,7 +28,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("master_weights",),
     ("optimizer",),
     ("train_step",),
-    ("remat", "saving"),
+    ("remat", "saved_leaves"),
+    ("saving",),
     # Readers of compiled programs and of the layout: nothing above imports them.
     ("hlo_text", "device_groups", "gpu_targets", "leaf_uses"),
     ("loop_trips",),

@@ -57,7 +57,8 @@ def value_and_grad(
         is the global mean, the same on every device. Gradients: whole at stage 0, else this device's shards (padded
         form), in the dtype of the parameter; None for leaves that are not trained. With
         `ZeroConfig(error_feedback=True)` the function takes `feedback=` (from `init_feedback`) and returns the new
-        feedback as a third value.
+        feedback as a third value. With `loss_scale=`, a scalar, the gradients (not the loss) come back multiplied by
+        it.
 
     Raises:
         ValueError: before any compute: parameters not in the layout's stored form or on another mesh, a batch that the
@@ -74,7 +75,9 @@ def value_and_grad(
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
 
-    def run(params: Tree, batch: Tree, *rest: Any, feedback: Tree = None) -> tuple[Any, ...]:
+    def run(
+        params: Tree, batch: Tree, *rest: Any, feedback: Tree = None, loss_scale: jax.Array | None = None
+    ) -> tuple[Any, ...]:
         layout.check(params, stored=True)
         batch_specs = batches.batch_specs(batch, layout, microbatches)
         batches.check_rest(rest)
@@ -85,19 +88,22 @@ def value_and_grad(
         lost = check_feedback(feedback, layout) if carries else [None] * len(layout.leaves)
         lost_specs = feedback_specs(layout)
 
-        def local(params: Tree, batch: Tree, rest: Any, lost: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+        def local(
+            params: Tree, batch: Tree, rest: Any, lost: list[Any], scale: Any
+        ) -> tuple[Any, Any, list[Any], list[Any]]:
             lost = [None if x is None else x[0] for x in lost]  # the dim over nodes has one entry here
             loss, aux, grads, lost = _local_gradients(
                 loss_fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout), lost,
-                _LossKind(has_aux, weighted, microbatches, aux_specs),
+                scale, _LossKind(has_aux, weighted, microbatches, aux_specs),
             )  # fmt: skip
             return loss, aux, grads, [None if x is None else x[None] for x in lost]
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         grad_specs = [_spec(p, layout.stage >= 1) if p.trainable else None for p in layout.leaves]
-        in_specs = (param_specs, batch_specs, PartitionSpec(), lost_specs)
+        in_specs = (param_specs, batch_specs, PartitionSpec(), lost_specs, PartitionSpec())
         out_specs = (PartitionSpec(), aux_specs, grad_specs, lost_specs)
-        loss, aux, grads, lost = _over_data_axes(layout, local, in_specs, out_specs)(params, batch, rest, lost)
+        run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        loss, aux, grads, lost = run_locally(params, batch, rest, lost, loss_scale)
         value, grads = ((loss, aux) if has_aux else loss), layout.treedef.unflatten(grads)
         return (value, grads, layout.treedef.unflatten(lost)) if carries else (value, grads)
 
@@ -159,6 +165,7 @@ def _local_gradients(
     batch: Tree,
     rest: Any,
     feedback: list[Any],
+    scale: Any,
     kind: _LossKind,
 ) -> tuple[Any, Any, list[Any], list[Any]]:
     """Global loss, this device's part of the aux, its reduced gradients and the new feedback."""
@@ -175,6 +182,8 @@ def _local_gradients(
         # The factor of the mean is the cotangent of the loss: no pass over the gradients is spent on it.
         cotangent = jax.tree.map(_zero_cotangent, out)
         seed = _seed(main, kind.weighted, layout, count)
+        if scale is not None:
+            seed = jax.tree.map(lambda x: x if x.dtype == jax.dtypes.float0 else x * scale.astype(x.dtype), seed)
         return out, *pullback((seed, cotangent[1]) if kind.has_aux else seed)
 
     if count == 1:

@@ -1,9 +1,9 @@
 """Secondary partitions made ahead of a region of the program, so that what is inside stays inside the node.
 
 The region is a checkpointed function, whose recomputation then gathers over the innermost axis only, or all
-microbatches of a step (arXiv 2306.10209, section 3.2). A secondary is made in the dtype in which the region uses the parameter and
-layer by layer where the region scans over it, so this file follows parameters through a jaxpr. Knows nothing of how
-equations are run.
+microbatches of a step (arXiv 2306.10209, section 3.2). A secondary is made in the dtype in which the region uses the
+parameter and layer by layer where the region scans over it, so this file follows parameters through a jaxpr. Knows
+nothing of how equations are run.
 """
 
 from __future__ import annotations
