@@ -145,6 +145,8 @@ class _LeafTraffic:
     def moves(self, uses: Sequence[LeafUse]) -> list[Move]:
         p, stage = self.placement, self.layout.stage
         found: list[Move] = []
+        if not p.axes:  # one device
+            return found
         for use in uses:
             if stage >= 3 and p.is_sharded:
                 found += self._gathers(use)
@@ -202,7 +204,6 @@ class _LeafTraffic:
         found = []
         for axis, received in by_axis.items():
             axes = tuple(axis.split("+")) if kind == "all-reduce" else (axis,)
-            axes = tuple(a for a in axes if self.sizes[a] > 1)
             fmt = None if not isinstance(pair, tuple) else pair[1] if axis == config.axes[0] else pair[0]
             passes = 0
             if isinstance(fmt, QuantFormat):
@@ -216,7 +217,7 @@ class _LeafTraffic:
                 self._move(phase, kind, axes, _wire_name(fmt, plain), count > 1, received * count, count,
                            passes * count)
             )  # fmt: skip
-        return [move for move in found if move.axes]
+        return found
 
     def _move(
         self, phase: str, kind: str, axes: tuple[str, ...], dtype: str, in_loop: bool, received: int, executions: int,
