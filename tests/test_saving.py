@@ -120,6 +120,26 @@ def test_a_checkpoint_is_read_into_another_layout(tmp_path, written, read, optim
         assert models.largest_error(went_on, unstopped) < ACROSS
 
 
+def test_error_feedback_of_another_layout_starts_from_zero_and_says_so(tmp_path):
+    def make_state(mesh):
+        pair = {"quantize_gradients": ("int8", "int4"), "min_quantize_size": 0, "error_feedback": True}
+        layout = models.make_layout(parameters(), mesh, 3, **pair)
+        tx = zerojax.zero(OPTIMIZERS["adam"], layout)
+        return layout, tx, zerojax.TrainState.create(layout.shard(parameters()), tx, layout)
+
+    layout, tx, state = make_state("2x4")
+    state = state._replace(feedback=jax.tree.map(lambda x: x + 1, state.feedback))
+    zerojax.save(tmp_path / "run", state, layout, tx)
+    same(zerojax.restore(tmp_path / "run", layout, tx), state)
+    other, other_tx, fresh = make_state("3x2")
+    with pytest.warns(zerojax.ZeroNotice, match="feedback in the checkpoint is of another layout"):
+        restored = zerojax.restore(tmp_path / "run", other, other_tx)
+    same(restored.feedback, fresh.feedback)
+    plain, plain_tx, _ = make("2x4", 1)
+    with pytest.warns(zerojax.ZeroNotice, match="feedback in the checkpoint"):
+        assert zerojax.restore(tmp_path / "run", plain, plain_tx).feedback is None
+
+
 def test_padding_is_not_in_the_checkpoint_and_other_tools_read_it(tmp_path):
     layout, tx, step = make("1x7", 3)
     state = trained(layout, tx, step, count=1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from typing import Any
 
 import jax
@@ -19,9 +20,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax.feedback import init_feedback
 from zerojax.layout import Layout
-from zerojax.optimizer import ZeroState, placements_of_state
-from zerojax.placement import Placement
+from zerojax.loss_scaling import DynamicScale
+from zerojax.notices import ZeroNotice
+from zerojax.saved_leaves import SavedLeaf, check_same, describe_leaves, raw
 from zerojax.train_step import TrainState
 
 Tree = Any
@@ -65,7 +68,7 @@ def save(
     ocp, tensorstore = _orbax()
     if isinstance(state, TrainState):
         layout.check(state.params, stored=True)
-    leaves = _described(state, layout, tx)
+    leaves = describe_leaves(state, layout, tx)
     if not any(leaf.placement for leaf in leaves):
         raise ValueError(
             "save: nothing in this tree is of the layout; pass parameters, a TrainState or a tree with them"
@@ -74,7 +77,7 @@ def save(
     if target.exists() and not overwrite:
         raise ValueError(f"save: {target} exists; pass overwrite=True to replace it, or another step")
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
-    padded = {leaf.name: leaf.shape for leaf in leaves if leaf.shape != jnp.shape(_raw(leaf.value))}
+    padded = {leaf.name: leaf.shape for leaf in leaves if leaf.shape != jnp.shape(raw(leaf.value))}
     commit = handler.finalize
 
     def finalize(directory: Any) -> None:  # run by one process, after all have written and before the renaming
@@ -90,7 +93,7 @@ def save(
         "leaves": {leaf.name: [leaf.dtype, list(leaf.shape)] for leaf in leaves},
     }
     with ocp.Checkpointer(handler) as checkpointer:
-        tree = _nested({leaf.names: _raw(leaf.value) for leaf in leaves})
+        tree = _nested({leaf.names: raw(leaf.value) for leaf in leaves})
         checkpointer.save(target, ocp.args.PyTreeSave(tree), force=overwrite, custom_metadata={"zerojax": about})
 
 
@@ -137,16 +140,16 @@ def restore(
     prefix: tuple[str, ...] = ()
     target, about = _find(ocp, path, step)
     if like is None and tx is not None:
-        like = TrainState.create(layout.param_shapes(), tx)
+        like = _train_state_like(about, layout, tx)
     elif like is None:
         like = layout.param_shapes()
         prefix = ("params",) if about["kind"] == TrainState.__name__ else ()
-    leaves = [dataclasses.replace(leaf, names=(*prefix, *leaf.names)) for leaf in _described(like, layout, tx)]
-    _check_same(leaves, about, target, prefix)
+    leaves = [dataclasses.replace(leaf, names=(*prefix, *leaf.names)) for leaf in describe_leaves(like, layout, tx)]
+    check_same(leaves, about, target, prefix)
     restore_args = {
         leaf.names: ocp.ArrayRestoreArgs(
             # Longer than what is saved is filled with zeros while it is read, shard by shard: the padding.
-            sharding=_sharding(leaf, layout), global_shape=jnp.shape(_raw(leaf.value)), strict=not leaf.placement
+            sharding=_sharding(leaf, layout), global_shape=jnp.shape(raw(leaf.value)), strict=not leaf.placement
         )
         for leaf in leaves
     }  # fmt: skip
@@ -156,119 +159,34 @@ def restore(
         )
         found = checkpointer.restore(target, request)
     values = [_again(_get(found, leaf.names), leaf.value) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(like), values)
+    restored = jax.tree.unflatten(jax.tree.structure(like), values)
+    if isinstance(restored, TrainState) and layout.config.error_feedback and restored.feedback is None:
+        restored = restored._replace(feedback=init_feedback(layout))
+    return restored
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """One leaf of a state: what the program holds, and its logical form in the checkpoint."""
+def _train_state_like(about: dict[str, Any], layout: Layout, tx: optax.GradientTransformation) -> TrainState:
+    """Shapes of the `TrainState` to restore: with loss scaling and error feedback where the checkpoint has them.
 
-    path: str
-    names: tuple[str, ...]
-    value: Any
-    placement: Placement | None
-
-    @property
-    def name(self) -> str:
-        """The name of the array in the checkpoint, as Orbax writes it."""
-        return ".".join(self.names)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Logical shape: without padding."""
-        return tuple(self.placement.shape if self.placement else jnp.shape(_raw(self.value)))
-
-    @property
-    def dtype(self) -> str:
-        if _compat.is_prng_key(self.value):
-            return str(self.value.dtype)
-        return jnp.dtype(getattr(self.value, "dtype", None) or jnp.result_type(self.value)).name
-
-
-def _described(tree: Tree, layout: Layout, tx: optax.GradientTransformation | None) -> list[_Leaf]:
-    """The leaves of a tree in tree order, with the placement of those that belong to the layout."""
-    out: list[_Leaf] = []
-
-    def visit(path: tuple[Any, ...], node: Any) -> None:
-        where = jax.tree_util.keystr(path)
-        placements = None
-        if isinstance(node, ZeroState):
-            if tx is None:
-                raise ValueError(f"{where or 'the state'} is a ZeroState: pass the optimizer too, as tx")
-            placements = placements_of_state(tx, layout)
-            if node.layout_id != placements.layout_id or jax.tree.structure(node) != jax.tree.structure(placements):
-                raise ValueError(
-                    f"{where or 'the state'} belongs to another layout or optimizer than those given "
-                    f"(mesh {dict(layout.mesh.shape)}, stage {layout.stage})"
-                )
-        elif _is_params(node, layout):
-            layout.check(node, stored=None, what=where or "params")
-            placements = layout.placements
-        if placements is not None:
-            pairs = jax.tree_util.tree_flatten_with_path(node)[0]
-            for (inner, value), placement in zip(pairs, jax.tree.leaves(placements), strict=True):
-                out.append(_leaf((*path, *inner), value, placement))
-            return
-        children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-        if len(children) == 1 and children[0][1] is node:
-            out.append(_leaf(path, node, None))
-            return
-        for inner, child in children:
-            visit((*path, *inner), child)
-
-    visit((), tree)
-    names = [leaf.name for leaf in out]
-    twice = {leaf.path for leaf in out if names.count(leaf.name) > 1} if len(set(names)) != len(names) else set()
-    if twice:
-        raise ValueError(f"save: key paths {sorted(twice)} have the same name in a checkpoint; rename one")
-    return out
-
-
-def _is_params(node: Any, layout: Layout) -> bool:
-    """Whether a node has the structure of the parameters; a bare array must have the shape of one too."""
-    if jax.tree.structure(node) != layout.treedef:
-        return False
-    bare = jax.tree_util.treedef_is_leaf(layout.treedef)
-    return not bare or jnp.shape(node) in (layout.leaves[0].shape, layout.leaves[0].padded_shape)
-
-
-def _leaf(path: tuple[Any, ...], value: Any, placement: Placement | None) -> _Leaf:
-    where = jax.tree_util.keystr(path) or "the state"
-    if not isinstance(value, (int, float, complex)) and not (hasattr(value, "shape") and hasattr(value, "dtype")):
-        raise ValueError(f"{where} is a {type(value).__name__}, not an array: keep it beside the checkpoint")
-    names = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-    return _Leaf(where, names or ("value",), value, placement)
-
-
-def _check_same(leaves: list[_Leaf], about: dict[str, Any], target: Any, prefix: tuple[str, ...]) -> None:
-    """Refuses a checkpoint that does not hold exactly these leaves."""
-    saved: dict[str, Any] = about["leaves"]
-    wanted = {leaf.name for leaf in leaves}
-    start = ".".join((*prefix, ""))
-    missing = [leaf.path for leaf in leaves if leaf.name not in saved]
-    extra = [name for name in saved if name not in wanted and name.startswith(start if prefix else "")]
-    if missing or extra:
-        raise ValueError(
-            f"{target} is a checkpoint of another model, optimizer or master_dtype ({about['kind']} of stage "
-            f"{about['stage']}): it lacks {_some(missing)} and has {_some(extra)} beside what was asked for"
+    Feedback is what a node's last reduction lost. Under other nodes or thresholds it belongs to nothing: it starts from
+    zero again, as it does where the checkpoint has none.
+    """
+    saved = {name: tuple(shape) for name, (_, shape) in about["leaves"].items()}
+    scaled = any(name.startswith("loss_scale.") for name in saved)
+    like = TrainState.create(layout.param_shapes(), tx, layout, DynamicScale() if scaled else None)
+    wanted = sorted(tuple(x.shape) for x in jax.tree.leaves(like.feedback))
+    found = sorted(shape for name, shape in saved.items() if name.startswith("feedback."))
+    if found and wanted != found:
+        warnings.warn(
+            "the error feedback in the checkpoint is of another layout: it is left out, and starts from zero where the "
+            "configuration has it",
+            ZeroNotice,
+            stacklevel=3,
         )
-    for leaf in leaves:
-        dtype, shape = saved[leaf.name]
-        if tuple(shape) != leaf.shape:
-            raise ValueError(f"{leaf.path} has shape {leaf.shape}, but {target} holds {tuple(shape)}")
-        if dtype != leaf.dtype:
-            raise ValueError(
-                f"{leaf.path} has dtype {leaf.dtype}, but {target} holds {dtype}: restore into a layout of {dtype} and "
-                "cast afterwards"
-            )
+    return like if wanted == found else like._replace(feedback=None)
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return (", ".join(names[:4]) or "nothing") + more
-
-
-def _sharding(leaf: _Leaf, layout: Layout) -> NamedSharding:
+def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
     """Where a leaf is restored: as the target says, else replicated over the mesh of the layout."""
     given = getattr(leaf.value, "sharding", None)
     if isinstance(given, NamedSharding):
@@ -277,15 +195,6 @@ def _sharding(leaf: _Leaf, layout: Layout) -> NamedSharding:
     if leaf.placement is None:
         return NamedSharding(layout.mesh, PartitionSpec())
     raise ValueError(f"restore: {leaf.path} of like has no NamedSharding; make like from layout.param_shapes()")
-
-
-def _raw(value: Any) -> Any:
-    """PRNG keys as the integers they are made of; all else as it is."""
-    if not _compat.is_prng_key(value):
-        return value
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.eval_shape(jax.random.key_data, value)
-    return jax.random.key_data(value)
 
 
 def _again(value: jax.Array, like: Any) -> jax.Array:
