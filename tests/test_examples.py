@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +18,26 @@ ROOT = Path(__file__).parents[1]
 TINY = ("--layers", "2", "--d-model", "64", "--heads", "2", "--seq", "32", "--batch", "8")
 
 
-def run_example(name: str, *flags: str) -> str:
+def start_example(name: str, *flags: str, **environment: str) -> subprocess.Popen[str]:
     # Not the devices that conftest.py simulates: the script must do that itself. Compiling fast matters more here than
     # running fast.
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
+    environment |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / name), *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=os.environ | environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        printed, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-4000:]
+    return printed
+
+
+def run_example(name: str, *flags: str) -> str:
+    return finish(start_example(name, *flags))
 
 
 def train_gpt(out: Path, *flags: str) -> dict:
@@ -73,6 +86,44 @@ def test_dropout_remat_and_a_mesh_of_three_devices(tmp_path):
     (run,) = record["runs"]
     # A uniform guess over 256 bytes costs 5.55 nats; the first steps already do better.
     assert run["losses"][-1] < run["losses"][0] < 6
+
+
+def free_port(lowest: int, highest: int) -> int:
+    for port in range(lowest, highest):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError(f"no free port from {lowest} to {highest}")
+
+
+def test_two_processes_of_a_launcher_train_together(tmp_path):
+    # What Open MPI sets; JAX takes the coordinator's port from the job's number: 61440 + number modulo 4096.
+    job = free_port(61440, 65535) - 61440
+    flags = (*TINY, "--steps", "3", "--precision", "float32")
+    processes = [
+        start_example(
+            "train_gpt.py",
+            *flags,
+            "--out",
+            str(tmp_path / str(rank)),
+            OMPI_MCA_orte_hnp_uri=f"{job}.0;tcp://127.0.0.1:1",
+            OMPI_COMM_WORLD_SIZE="2",
+            OMPI_COMM_WORLD_RANK=str(rank),
+            OMPI_COMM_WORLD_LOCAL_RANK="0",
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            finish(process)
+    finally:
+        for process in processes:
+            process.kill()
+    record = json.loads((tmp_path / "0" / "results.json").read_text())
+    assert not (tmp_path / "1").exists()
+    assert record["mesh"] == {"node": 2, "local": 4}
+    plain, zero = record["runs"]
+    assert zero["losses"] == pytest.approx(plain["losses"], rel=1e-5)  # as on one process, above
 
 
 def test_the_linen_loop_learns():
