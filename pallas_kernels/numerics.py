@@ -197,7 +197,9 @@ def scaled_level(
 
 def butterfly(parts: list[jax.Array]) -> list[jax.Array]:
     """The orthonormal Walsh-Hadamard transform over a list of 2**k equal arrays; its own inverse."""
-    width, parts = len(parts), list(parts)
+    # Scaled before the sums, so that only a coordinate that is itself out of range overflows.
+    width = len(parts)
+    parts = [part * np.float32(width**-0.5) for part in parts]
     stride = 1
     while stride < width:
         for i in range(width):
@@ -205,4 +207,4 @@ def butterfly(parts: list[jax.Array]) -> list[jax.Array]:
                 a, b = parts[i], parts[i + stride]
                 parts[i], parts[i + stride] = a + b, a - b
         stride *= 2
-    return [part * np.float32(width**-0.5) for part in parts]
+    return parts

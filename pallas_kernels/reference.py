@@ -4,7 +4,8 @@
 
 The scale is rounded up to bfloat16, or to float8_e4m3fn under one bfloat16 scale per tile of 1024 elements. A block
 with NaN or Inf gets the scale NaN (and zero levels), so it dequantises to NaN. Scales have a floor of 2**-100: blocks
-below about 1e-28 keep that absolute step, subnormals and zeros become zeros. Kernels equal this file bit for bit.
+below about 1e-28 keep that absolute step, subnormals and zeros become zeros. A block whose rotated coordinates exceed
+float32 counts as non-finite. Kernels equal this file bit for bit.
 """
 
 from __future__ import annotations

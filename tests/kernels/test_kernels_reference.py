@@ -183,6 +183,10 @@ def test_zeros_subnormals_and_the_largest_numbers_stay_finite(fmt, dtype):
     for value in (0.0, -0.0, float(info.smallest_subnormal), float(info.tiny), float(info.max), float(info.min)):
         x = jnp.full(fmt.block_size, value, dtype)
         back = np.asarray(pk.dequantize(pk.quantize(x, **fmt.keywords())), np.float64)
+        if fmt.rotate and abs(value) * np.sqrt(fmt.rotate) > np.finfo(np.float32).max:
+            # The first coordinate of a constant group is sqrt(width) times its value: out of range, so never finite.
+            assert np.isnan(back).all()
+            continue
         assert np.isfinite(back).all()
         if abs(value) < 1e-30:
             # Below the floor of the scale, 2**-100: the error is at most half of it.
