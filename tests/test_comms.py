@@ -185,7 +185,7 @@ def test_every_device_of_a_node_brings_its_own_bytes_in():
         (lambda w, x: jnp.sum(x @ w), LeafUse(jnp.dtype("float32"), 1, True)),
         (lambda w, x: jnp.sum(x + w), LeafUse(jnp.dtype("float32"), 1, False)),
         (lambda w, x: jnp.sum(w[jnp.arange(3)]), LeafUse(jnp.dtype("float32"), 1, False)),
-        (lambda w, x: jnp.sum(jax.lax.scan(lambda h, v: (h * v, None), x, w)[0]), LeafUse(jnp.dtype("float32"), 8, True)),
+        (lambda w, x: jnp.sum(jax.lax.scan(lambda h, v: (h * v, 0), x, w)[0]), LeafUse(jnp.dtype("float32"), 8, True)),
         (lambda w, x: jnp.sum(jax.checkpoint(lambda v: x + v)(w)), LeafUse(jnp.dtype("float32"), 1, True)),
         (lambda w, x: jnp.sum(x @ w.T.astype(jnp.float16)), LeafUse(jnp.dtype("float16"), 1, True)),
     ],

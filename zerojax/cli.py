@@ -28,7 +28,7 @@ from zerojax.plan_models import GPT_SHAPES, Subject, gpt
 from zerojax.plan_records import Plan
 from zerojax.planner import Progress, subject_plan
 
-_MISSING_RICH = "tables need rich: pip install 'zerojax[plan]', or ask for --json"
+_MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
 _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install 'zerojax[plan]'"
 
 
@@ -50,6 +50,8 @@ def _run(options: argparse.Namespace) -> int:
         raise ModuleNotFoundError(_MISSING_MATPLOTLIB)
     if not options.json and not _is_installed("rich"):
         raise ModuleNotFoundError(_MISSING_RICH)
+    if options.plot and not Path(options.plot).parent.is_dir():
+        raise ValueError(f"--plot {options.plot}: the folder does not exist")
     configs = _configs(options)
     subject = _subject(options)
     with _progress(quiet=options.json) as progress:
@@ -57,7 +59,8 @@ def _run(options: argparse.Namespace) -> int:
             subject, configs=configs, progress=progress, target=options.target, num_nodes=options.nodes,
             devices_per_node=options.gpus_per_node, bandwidth=options.bandwidth, efficiency=options.efficiency,
             examples_per_device=options.examples_per_device, microbatches=options.microbatches,
-            compiles=False if options.no_compile else None, largest_microbatch=not options.no_largest_microbatch,
+            compiles=False if options.no_compile else options.compile or None,
+            largest_microbatch=not options.no_largest_microbatch,
         )  # fmt: skip
     _show(plan, options)
     if not plan.fits:
@@ -91,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--examples-per-device", type=int, help="in a device's microbatch (default: the function's batch; 1 for gpt)")
     add("--microbatches", type=int, default=1)
     add("--sequence-length", type=int, help="of the built-in models (default: 2048)")
-    add("--no-compile", action="store_true", help="from placements alone")
+    compiles = plan.add_mutually_exclusive_group()
+    compiles.add_argument("--compile", action="store_true", help="fail where XLA's CUDA plugin is missing")
+    compiles.add_argument("--no-compile", action="store_true", help="from placements alone")
     add("--no-largest-microbatch", action="store_true", help="one compile per configuration instead of two")
     add("--json", action="store_true", help="the whole plan as JSON on the standard output")
     add("--plot", metavar="FILE.png", help="bars of memory by class and of traffic by axis")
@@ -171,8 +176,6 @@ def _show(plan: Plan, options: argparse.Namespace) -> None:
     if options.plot:
         from zerojax.plan_picture import draw_plan
 
-        if not Path(options.plot).parent.is_dir():
-            raise ValueError(f"--plot {options.plot}: the folder does not exist")
         draw_plan(plan, options.plot)
 
 

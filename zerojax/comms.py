@@ -187,9 +187,7 @@ class _LeafTraffic:
                 # A secondary partition is made once, for all microbatches.
                 times = layers * (1 if has_held and not last else self.microbatches)
                 spent = passes * layers * self.microbatches if last else 0
-                found.append(
-                    self._move(phase, "all-gather", (axis,), name, layers > 1, received * times, times, spent)
-                )
+                found.append(self._move(phase, "all-gather", (axis,), name, layers > 1, received * times, times, spent))
         return found
 
     def _reductions(self, use: LeafUse, placement: Placement, times: int) -> list[Move]:

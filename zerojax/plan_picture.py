@@ -26,6 +26,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     classes = list(dict.fromkeys(name for one in plan.configs for name in one.memory.classes))
     bars = {name: [one.memory.classes.get(name, 0) / 1e9 for one in plan.configs] for name in classes}
     _stack(upper, names, bars)
+    upper.margins(y=0.05)
     upper.axhline(plan.configs[0].memory.capacity / 1e9, color="black", linestyle="--", label="usable")
     upper.set_ylabel("GB per device")
     upper.set_title(f"{plan.model} on {plan.num_nodes} x {plan.devices_per_node} {plan.target.name}")

@@ -65,8 +65,8 @@ def _comparison(plan: Plan) -> Iterator[Table]:
             "" if one.largest is None else str(one.largest.examples),
         )  # fmt: skip
     yield table
-    table = _table("Traffic: GB into a device and a node per step; seconds on the network, links in a node, ..")
-    for name in ("", "device", "node", "/M", "net s", "link s", "quant s", "hid. s", "step s"):
+    table = _table("Per step: GB into a device and into a node; seconds by the model")
+    for name in ("", "device", "node", "node/M", "net s", "link s", "quant", "hidden", "step"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for index, one in enumerate(plan.configs):
         t = one.time
