@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.layout import Layout
@@ -53,6 +53,28 @@ def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
         return PartitionSpec(axes)
 
     return jax.tree_util.tree_map_with_path(spec, batch)
+
+
+def on_mesh(batch: Tree, specs: Tree, layout: Layout) -> Tree:
+    """On a mesh with explicit axes, moves arrays to where `shard_map` takes them: their types must say so already.
+
+    Args:
+        batch: arrays of global shape.
+        specs: PartitionSpecs over the data axes, of the structure of `batch`. Other axes stay as they are.
+        layout: the layout, whose mesh decides whether anything has to be done.
+    """
+    if not _compat.has_explicit_axes(layout.mesh):
+        return batch
+
+    def other_axes_only(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return None if any(name in layout.config.axes for name in names) else entry
+
+    def move(x: Any, spec: PartitionSpec) -> jax.Array:
+        own = [other_axes_only(entry) for entry in tuple(jax.typeof(x).sharding.spec)[len(spec) :]]
+        return jax.sharding.reshard(x, NamedSharding(layout.mesh, PartitionSpec(*spec, *own)))
+
+    return jax.tree.map(move, batch, specs)
 
 
 def local_shapes(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:

@@ -103,6 +103,7 @@ def value_and_grad(
         in_specs = (param_specs, batch_specs, PartitionSpec(), lost_specs, PartitionSpec())
         out_specs = (PartitionSpec(), aux_specs, grad_specs, lost_specs)
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        batch, (rest, loss_scale) = batches.on_mesh(batch, batch_specs, layout), _whole((rest, loss_scale), layout)
         loss, aux, grads, lost = run_locally(params, batch, rest, lost, loss_scale)
         value, grads = ((loss, aux) if has_aux else loss), layout.treedef.unflatten(grads)
         return (value, grads, layout.treedef.unflatten(lost)) if carries else (value, grads)
@@ -145,7 +146,7 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         return _over_data_axes(layout, local, (param_specs, batch_specs, PartitionSpec()), out_specs)(
-            params, batch, rest
+            params, batches.on_mesh(batch, batch_specs, layout), _whole(rest, layout)
         )
 
     return run
@@ -170,11 +171,11 @@ def _local_gradients(
 ) -> tuple[Any, Any, list[Any], list[Any]]:
     """Global loss, this device's part of the aux, its reduced gradients and the new feedback."""
     count = kind.microbatches
+    example = jax.tree.map(lambda x: x[0], microbatches_of(batch, count)) if count > 1 else batch
     if layout.stage >= 2:
-        example = jax.tree.map(lambda x: x[0], microbatches_of(batch, count)) if count > 1 else batch
         backward = staged_backward(loss_fn, layout, leaves, example, rest, repeated=count > 1)
     else:
-        backward = whole_backward(loss_fn, layout, leaves)
+        backward = whole_backward(loss_fn, layout, leaves, example, rest)
 
     def step(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         out, pullback = backward.run(batch, rest, feedback)
@@ -257,6 +258,10 @@ def _over_data_axes(layout: Layout, fn: Callable[..., Any], in_specs: Any, out_s
         fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(layout.config.axes),
         check_vma=False,
     )  # fmt: skip
+
+
+def _whole(rest: Any, layout: Layout) -> Any:
+    return batches.on_mesh(rest, jax.tree.map(lambda _: PartitionSpec(), rest), layout)
 
 
 def _check_loss(shapes: Tree, has_aux: bool, weighted: bool) -> None:
