@@ -65,10 +65,11 @@ def print_losses(run: Run, plain: Run | None, rows: int = 10) -> None:
 
 
 def print_memory(run: Run, plain: Run | None) -> None:
-    """Print bytes per device by class beside what plain data parallelism holds on every device."""
+    """Print bytes per device by class beside what the other run (plain data parallelism, most often) holds."""
     table = Table("training state", title="Bytes on one device")
     if plain:
-        table.add_column("plain data parallelism", justify="right")
+        name = "plain data parallelism" if plain.name.startswith("plain") else plain.name
+        table.add_column(name, justify="right")
     table.add_column(run.name, justify="right")
     if plain:
         table.add_column("part", justify="right")

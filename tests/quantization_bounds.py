@@ -7,6 +7,7 @@ import numpy as np
 
 import pallas_kernels
 from zerojax import Placement, QuantFormat
+from zerojax.placement import pad, unpad
 
 
 def half_step(largest: Any, fmt: QuantFormat) -> Any:
@@ -37,16 +38,12 @@ def reduction_bound(grads: np.ndarray, nodes: int, local: int, formats: tuple[Qu
     return float((inside + half_step(of_nodes + inside, formats[1])).sum())
 
 
-def as_gathered(leaf: jax.Array, placement: Placement, fmt: QuantFormat) -> np.ndarray:
+def as_gathered(leaf: jax.Array, placement: Placement, fmt: QuantFormat) -> jax.Array:
     """The values that devices compute with after a quantised gather: each shard quantised by itself, and back."""
     if not placement.is_quantized:
-        return np.asarray(leaf)
-    assert placement.dim is not None
-    widths = [(0, placement.padding if d == placement.dim else 0) for d in range(leaf.ndim)]
+        return leaf
     q = pallas_kernels.quantize_slices(
-        np.pad(leaf, widths), dim=placement.dim, num_slices=placement.num_shards, bits=fmt.bits,
+        pad(leaf, placement), dim=placement.dim or 0, num_slices=placement.num_shards, bits=fmt.bits,
         block_size=fmt.block_size, scale_dtype=fmt.scale_dtype, levels=fmt.levels, rotate=fmt.rotate,  # type: ignore[arg-type]
     )  # fmt: skip
-    full = np.asarray(pallas_kernels.dequantize(q, merge_dim=placement.dim))
-    return np.take(full, range(placement.shape[placement.dim]), axis=placement.dim)
-
+    return unpad(pallas_kernels.dequantize(q, merge_dim=placement.dim), placement)

@@ -9,19 +9,21 @@ Runs inside `shard_map` over the data axes; knows nothing of batches' specs, los
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from zerojax import _compat
 from zerojax.collectives import Collectives, identity_gather, plain_collectives
 from zerojax.gather_on_use import evaluate_plain
 from zerojax.layout import Layout
 from zerojax.mesh import other_axes
 from zerojax.placement import Placement
 from zerojax.quantized_collectives import quantized_gradients, quantized_weights
-from zerojax.secondaries import hoist_secondaries
+from zerojax.secondaries import hoist_secondaries, is_scanned_over
 from zerojax.stored import Scope, Stored
 
 Tree = Any
@@ -42,9 +44,20 @@ class Backward(NamedTuple):
     finish: Callable[[list[Any], list[Any]], Reduced]
 
 
-def whole_backward(loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array]) -> Backward:
-    """Stages 0 and 1: whole parameters; partial gradients are whole and not reduced."""
+def whole_backward(
+    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any
+) -> Backward:
+    """Stages 0 and 1: whole parameters; partial gradients are whole and not reduced.
+
+    Args:
+        loss_fn: the loss on whole parameters.
+        layout: the layout.
+        leaves: the parameters.
+        batch: an example of what `run` will be given, for its shapes.
+        rest: the same.
+    """
     collectives = layout_collectives(layout)
+    placements = _reduced_whole(loss_fn, layout, batch, rest)
     trained = [p.trainable for p in layout.leaves]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
@@ -63,10 +76,9 @@ def whole_backward(loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax
 
     def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
         pairs = []
-        for g, lost, p in zip(grads, feedback, layout.leaves, strict=True):
+        for g, lost, p in zip(grads, feedback, placements, strict=True):
             if g is None or lost is None:
-                placed = _replicated(p) if layout.stage == 0 else p
-                pairs.append((None if g is None else collectives.reduce(g, placed), lost))
+                pairs.append((None if g is None else collectives.reduce(g, p), lost))
             else:
                 pairs.append(collectives.reduce_with_feedback(g, lost, p))
         return [g for g, _ in pairs], [lost for _, lost in pairs]
@@ -173,6 +185,23 @@ def _entered(x: Any, slot: jax.Array | None, feedback: jax.Array | None, layout:
         return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
     shard = slot if layout.stage >= 3 and slot is not None else x.shard
     return scope.enter(shard, slot, x.placement, feedback=feedback)
+
+
+def _reduced_whole(loss_fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> list[Placement]:
+    """Placements under which whole gradients are reduced: stacks of norm scales or biases are no matrices."""
+    if layout.stage == 0:
+        return [_replicated(p) for p in layout.leaves]
+    if layout.config.quantize_gradients is None:
+        return layout.leaves
+    jaxpr, _ = _compat.open_jaxpr(trace(loss_fn, layout, batch, rest)[0])
+
+    def reduced(p: Placement, var: Any) -> Placement:
+        if not p.is_quantized or not is_scanned_over(jaxpr, var):
+            return p
+        least = max(layout.config.min_shard_size, layout.config.min_quantize_size)
+        return p.unquantized() if len(p.shape) < 3 or math.prod(p.shape[1:]) < least else p
+
+    return [reduced(p, var) for p, var in zip(layout.leaves, jaxpr.invars, strict=False)]
 
 
 def _replicated(placement: Placement) -> Placement:

@@ -9,7 +9,6 @@ Knows nothing of meshes, losses or optimizers.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import warnings
@@ -176,7 +175,7 @@ def _scan_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
         for i, x in enumerate(consts)
     ]
     carry = [_plain(x) for x in carry]
-    xs = [_unquantized(x) if isinstance(x, Stored) and _is_small_stack(x, scope) else x for x in xs]
+    xs = [_unquantized(x, scope) if isinstance(x, Stored) and _is_small_stack(x, scope) else x for x in xs]
     xs = [x if not isinstance(x, Stored) or _can_scan(x, scope) else _plain(x) for x in xs]
     inner = scope.nested()
     flat_consts, rebuild_consts = _disassemble(consts, inner)
@@ -196,9 +195,14 @@ def _is_small_stack(param: Stored, scope: Scope) -> bool:
     return math.prod(param.placement.shape[1:]) < scope.min_loop_size
 
 
-def _unquantized(param: Stored) -> Stored:
-    """A stack of norm scales or biases is no matrix, whatever its number of dims: it travels in full precision."""
-    return dataclasses.replace(param, placement=param.placement.unquantized())
+def _unquantized(param: Stored, scope: Scope) -> Stored:
+    """A stack of norm scales or biases is no matrix, whatever its number of dims: both ways in full precision."""
+    root = param.root
+    placement = root.placement.unquantized()
+    entered = scope.enter(
+        root.shard, root.slot, placement, feedback=root.feedback, secondary_stack=root.secondary_stack
+    )  # anew, since the reduction of its gradient belongs to the placeholder
+    return entered.with_view_of(param)
 
 
 def _can_scan(param: Stored, scope: Scope) -> bool:
