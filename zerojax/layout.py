@@ -61,11 +61,11 @@ class Layout:
 
     def shard_sharding(self, placement: Placement) -> NamedSharding:
         """Sharding of a leaf that is split over the data axes (gradients, optimizer state, stage-3 parameters)."""
-        return NamedSharding(self.mesh, placement.full_spec)
+        return self._named(placement.full_spec, placement)
 
     def full_sharding(self, placement: Placement) -> NamedSharding:
         """Sharding of a leaf that is whole along the data axes (parameters below stage 3)."""
-        return NamedSharding(self.mesh, placement.model_spec)
+        return self._named(placement.model_spec, placement)
 
     def param_sharding(self, placement: Placement) -> NamedSharding:
         """Sharding of a parameter in stored form."""
@@ -229,6 +229,12 @@ class Layout:
                 f"{name} lives on mesh {dict(other.shape)} of {other.size} devices, but the layout is for mesh "
                 f"{dict(mine.shape)} of {mine.size}; unshard with the old layout and shard with the new one"
             )
+
+    def _named(self, spec: PartitionSpec, placement: Placement) -> NamedSharding:
+        """In the form in which jit returns it: one entry for every dim on a mesh with explicit axes, else trimmed."""
+        if _compat.has_explicit_axes(self.mesh):
+            spec = PartitionSpec(*spec, *(None,) * (len(placement.shape) - len(spec)))
+        return NamedSharding(self.mesh, spec)
 
     def _flatten(self, tree: Tree) -> list[Any]:
         return jax.tree.leaves(tree)
