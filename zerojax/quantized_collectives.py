@@ -194,7 +194,8 @@ def _reduced(
         q = unpack_bytes(received, q)
         if following is None:
             return dequantize_sum(q, axis=0), lost
-        how |= {"axis": 0, **following[1].keywords()}
+        # Another seed: the draws of two hops must not depend on each other.
+        how |= {"axis": 0, **following[1].keywords(), "seed": None if seed is None else seed + jnp.uint32(1)}
         if feedback is None:
             q = dequantize_sum_quantize(q, **how)
         else:
