@@ -39,7 +39,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("memory", "comms"),
     ("plan_time", "plan_models"),
     ("plan_records", "plan_inputs"),
-    ("plan_memory", "plan_traffic", "plan_advice"),
+    ("plan_compile", "plan_memory", "plan_traffic", "plan_advice"),
     ("planner", "plan_report", "plan_picture"),
     ("cli",),
 ]
@@ -133,8 +133,11 @@ def test_what_is_public_is_what_all_names():
 @pytest.mark.parametrize(("name", "value"), public_functions())
 def test_public_names_are_documented_by_an_example(name, value):
     # The examples run as doctests of the modules that hold them (pytest --doctest-modules, in pyproject.toml).
-    examples = doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
-    assert examples, f"zerojax.{name} has no >>> example"
+    assert inspect.getdoc(value), f"zerojax.{name} has no docstring"
+    methods = vars(value).items() if inspect.isclass(value) else ()
+    documented = [value, *(method for method_name, method in methods if not method_name.startswith("_"))]
+    texts = [inspect.getdoc(each) or "" for each in documented]
+    assert any(map(doctest.DocTestParser().get_examples, texts)), f"zerojax.{name} has no >>> example"
 
 
 def test_doctests_of_the_package_are_part_of_the_suite(request):

@@ -106,10 +106,12 @@ def test_prediction_and_compiled_program_agree(compared, index):
     assert 0 <= one.memory.difference <= 256 * 20
     memory = one.memory
     assert memory.total == memory.compiled.total
-    assert (
-        sum(memory.classes.values()) == pytest.approx(memory.total, abs=1)
-        or "do not all live at once" in memory.explanation
-    )
+    # The classes make up the total, but for rounded buffers; or less than their sum, and the plan says so.
+    classes = sum(memory.classes.values()) + memory.difference
+    if "do not all live at once" in memory.explanation:
+        assert classes > memory.total
+    else:
+        assert classes == memory.total
 
 
 @pytest.mark.needs_cuda_plugin

@@ -71,11 +71,14 @@ def plan_memory(
         "outputs": max(output, 0),
     }  # fmt: skip
     number = len(jax.tree.leaves(layout.placements)) * 4
-    why = _explain(difference, predicted, number, compiled, activations)
+    state_bytes = predicted - arguments["batch"]
+    why = _explain(difference, predicted, state_bytes, number, compiled, activations)
     return Memory(classes, compiled.total, capacity, compiled, predicted, difference, why, compiled.host_temp)
 
 
-def _explain(difference: int, predicted: int, buffers: int, compiled: MemoryFigures, activations: int) -> str:
+def _explain(
+    difference: int, predicted: int, state_bytes: int, buffers: int, compiled: MemoryFigures, activations: int
+) -> str:
     parts = []
     if difference == 0:
         parts.append("the compiler counts exactly the predicted arguments")
@@ -90,8 +93,8 @@ def _explain(difference: int, predicted: int, buffers: int, compiled: MemoryFigu
             f"gradients and secondary partition do not all live at once: the temporaries are {-activations:,} bytes "
             "smaller than their sum"
         )
-    if compiled.alias < predicted * 0.99 and compiled.output > compiled.alias:
-        parts.append(f"{compiled.output - compiled.alias:,} bytes of results reuse no argument")
+    if compiled.alias < state_bytes * 0.99:
+        parts.append(f"{state_bytes - compiled.alias:,} bytes of the state are not updated in place")
     return "; ".join(parts)
 
 

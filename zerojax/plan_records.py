@@ -95,7 +95,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """The largest microbatch that fits: examples per device, how it was found, and whether there was a bound."""
+    """The largest microbatch that fits: examples per device, and how it was found."""
 
     examples: int
     method: str

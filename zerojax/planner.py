@@ -17,15 +17,14 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comms import Move, predict_traffic
-from zerojax.compiled_program import CompiledProgram, read_program
+from zerojax.compiled_program import CompiledProgram
 from zerojax.config import ZeroConfig
 from zerojax.gpu_targets import GpuTarget
 from zerojax.layout import Layout
 from zerojax.notices import ZeroNotice, notices
-from zerojax.optimizer import ShardedTransformation, zero
+from zerojax.optimizer import ShardedTransformation
 from zerojax.partition import partition
 from zerojax.plan_advice import (
     NICKNAMES,
@@ -36,22 +35,21 @@ from zerojax.plan_advice import (
     recommend,
     with_technique,
 )
+from zerojax.plan_compile import compile_step
 from zerojax.plan_inputs import Cluster, lacking_compiler, make_cluster, shapes_of, sized_subject, trace_subject
 from zerojax.plan_memory import plan_memory, replicated_leaves
 from zerojax.plan_models import Subject
 from zerojax.plan_records import ConfigPlan, Largest, Plan, Technique
 from zerojax.plan_time import EFFICIENCY, Flow, Links, machine_links, step_time
 from zerojax.plan_traffic import explain_traffic, predicted_streams, program_streams
-from zerojax.train_step import TrainState, make_train_step
 
 Tree = Any
 # (steps done, steps in all, what comes next)
 Progress = Callable[[int, int, str], None]
 # Share of the device memory that is planned with: the rest is CUDA's context, NCCL's buffers and fragmentation.
 USABLE = 0.92
-# There is no GPU to time kernels on; without looking for the fastest a third of the compile time is saved, and
-# collectives and memory are the same.
-_OPTIONS = {"xla_gpu_autotune_level": "0"}
+# A line is trusted up to so many times the microbatch that it was drawn through.
+_FAR = 4
 
 
 def plan(
@@ -230,36 +228,31 @@ class _Planner:
         return plan_memory(layout, subject.tx, subject.batch, subject.rest, self.uses, figures, self.capacity)
 
     def compile(self, layout: Layout, subject: Subject) -> tuple[CompiledProgram | None, str]:
-        """The step's program as the target's compiler makes it, or the reason why there is none."""
-        tx = zero(subject.tx, layout)
-        state = TrainState.create(layout.param_shapes(), tx, layout)
-        axes = layout.config.axes
-        over = PartitionSpec(axes)
-        batch = jax.tree.map(lambda x: _on(layout, x, over if x.shape else PartitionSpec()), subject.batch)
-        rest = jax.tree.map(lambda x: _on(layout, x, PartitionSpec()), subject.rest)
-        step = make_train_step(
-            subject.loss_fn, tx, layout, microbatches=self.microbatches, has_aux=subject.has_aux,
-            weighted=subject.weighted,
-        )  # fmt: skip
-        lowered = step.lower(state, batch, *rest)
-        try:
-            compiled = lowered.compile(compiler_options=_OPTIONS)
-        except jax.errors.JaxRuntimeError as error:
-            return None, f"the compiler refused the step: {str(error).strip().splitlines()[0]}"
-        return read_program(compiled, layout.mesh, node_axes=axes[:1]), ""
+        return compile_step(subject, layout, microbatches=self.microbatches, num_nodes=self.cluster.num_nodes)
 
     def find_largest(self, layout: Layout, total: int) -> Largest | None:
-        """A line through the totals of two compiled steps: at the microbatch given, and at twice that."""
-        few, many = self.examples, 2 * self.examples
-        larger = self.subject.with_examples(many * layout.num_shards * self.microbatches)
-        program, error = self.compile(layout, larger)
-        if program is None or program.memory is None:
-            return None if not error else Largest(0, error)
-        per_example = (program.memory.total - total) / (many - few)
-        method = f"line through compiles at {few} and {many}: {per_example / 1e9:.3g} GB per example"
-        if per_example <= 0:
-            return Largest(many if total <= self.capacity else 0, method + ", no bound found")
-        return Largest(max(0, few + math.floor((self.capacity - total) / per_example)), method)
+        """A line through the totals of two compiled steps: at the microbatch given, and at twice that.
+
+        Where it leads far beyond them, a third step is compiled there and the line drawn anew.
+        """
+        sizes = [(self.examples, total)]
+        examples = 2 * self.examples
+        while True:
+            larger = self.subject.with_examples(examples * layout.num_shards * self.microbatches)
+            program, error = self.compile(layout, larger)
+            if program is None or program.memory is None:
+                return Largest(0, error) if error and len(sizes) == 1 else None
+            sizes.append((examples, program.memory.total))
+            (few, least), (many, most) = sizes[-2:]
+            per_example = (most - least) / (many - few)
+            compiled = ", ".join(str(size) for size, _ in sizes)
+            method = f"line through compiles at {compiled} examples: {per_example / 1e9:.3g} GB per example"
+            if per_example <= 0:
+                fitting = max((size for size, held in sizes if held <= self.capacity), default=0)
+                return Largest(fitting, method + ", no bound found")
+            examples = max(0, math.floor(many + (self.capacity - most) / per_example))
+            if len(sizes) == 3 or examples <= _FAR * many:
+                return Largest(examples, method)
 
     def techniques(self, base: ZeroConfig, flops: float) -> tuple[Technique, ...]:
         """Each technique against stage 3 without it, by the placements."""
@@ -272,10 +265,6 @@ class _Planner:
             after = self.moves(self.layout(with_technique(plain, name), absent=False))
             found.append(judge_technique(name, before, after, flops, self.links, self.cluster.num_nodes))
         return tuple(found)
-
-
-def _on(layout: Layout, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
 
 
 def subject_plan(subject: Subject, **options: Any) -> Plan:
