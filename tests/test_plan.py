@@ -246,6 +246,15 @@ def test_techniques_without_effect_on_the_cluster_are_named():
     assert "don't" in advice["secondary"].advice
 
 
+def test_padding_that_costs_is_told():
+    def notice(nodes):
+        return plan_stack(num_nodes=nodes, devices_per_node=1, compiles=False).configs[0].notice
+
+    assert notice(8) == ""
+    # 2048 rows padded to 2100 for 75 shards, of every leaf.
+    assert "padding to 75 shards adds 2.5%" in notice(75)
+
+
 def test_quantised_gathers_are_not_advised_where_the_network_is_fast():
     # Long sequences: compute covers all communication, and quantising only adds passes over memory.
     loss, params, _, tx = stack_subject()

@@ -129,6 +129,15 @@ def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
+def padding_notice(layout: Layout) -> list[str]:
+    """A sentence where padding to the number of shards adds a percent or more to what is held and sent."""
+    whole = sum(p.full_bytes for p in layout.leaves)
+    padded = sum(math.prod(p.padded_shape) * p.dtype.itemsize for p in layout.leaves)
+    if padded < 1.01 * whole:
+        return []
+    return [f"padding to {layout.num_shards} shards adds {padded / whole - 1:.1%} to what is sharded and sent"]
+
+
 def _shape_bytes(x: Any) -> int:
     return math.prod(x.shape) * jax.eval_shape(lambda y: y, x).dtype.itemsize
 

@@ -141,7 +141,8 @@ def _traffic(plan: Plan, one: ConfigPlan) -> Group:
     for s in one.streams:
         if s not in small:
             table.add_row(
-                s.phase, s.kind, "+".join(s.axes), "+".join(s.dtypes), "loop" if s.in_loop else "once", s.manner,
+                s.phase, s.kind, "+".join(s.axes), "+".join(s.dtypes), "loop" if s.in_loop else "once",
+                s.manner.replace("asynchronous", "async"),
                 str(s.executions), _gb(s.received_bytes), _gb(s.node_bytes),
             )  # fmt: skip
     if small:

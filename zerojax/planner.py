@@ -37,7 +37,7 @@ from zerojax.plan_advice import (
 )
 from zerojax.plan_compile import compile_step
 from zerojax.plan_inputs import Cluster, lacking_compiler, make_cluster, shapes_of, sized_subject, trace_subject
-from zerojax.plan_memory import plan_memory, replicated_leaves
+from zerojax.plan_memory import padding_notice, plan_memory, replicated_leaves
 from zerojax.plan_models import Subject
 from zerojax.plan_records import ConfigPlan, Largest, Plan, Technique
 from zerojax.plan_time import EFFICIENCY, Flow, Links, machine_links, step_time
@@ -205,7 +205,7 @@ class _Planner:
         received, entering = (sum(getattr(m, k) for m in moves) for k in ("received_bytes", "node_bytes"))
         return ConfigPlan(
             name=config_name(config), config=config, memory=memory,
-            notice="; ".join(notices(layout.mesh, config, layout.leaves)),
+            notice="; ".join([*notices(layout.mesh, config, layout.leaves), *padding_notice(layout)]),
             replicated=replicated_leaves(layout, self.subject.tx), streams=streams,
             predicted_received=received, predicted_node=entering,
             received_bytes=sum(s.received_bytes for s in streams), node_bytes=sum(s.node_bytes for s in streams),
