@@ -21,13 +21,17 @@ from jax import lax
 
 from zerojax import _compat
 from zerojax.secondaries import VIEWS, hoist_secondaries, is_scanned_over
-from zerojax.stored import Scope, Stored, use
+from zerojax.stored import Cast, Scope, Stored, use
 
 Rule = Callable[[Any, list[Any], Scope], list[Any]]
 
 
 class GatherWarning(UserWarning):
-    """A parameter is gathered earlier or longer than its use needs; the message names it and the way out."""
+    """A parameter is gathered earlier or longer than its use needs; the message names it and the way out.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", GatherWarning)  # a test of one's own that no parameter is gathered too early
+    """
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
@@ -87,10 +91,9 @@ def _cast_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     held = jnp.dtype(param.placement.dtype)
     if new == param.aval.dtype:  # already cast, where a secondary partition was made ahead of the region
         return [param]
-    if new.itemsize > held.itemsize or param.is_secondary:  # widening before the gather would widen the wire
-        return _view_rule(eqn, inputs, scope)
-    if param.aval.dtype != held:  # narrowing what was widened after the gather: rounding is per element
-        return _view_rule(eqn, inputs, scope)
+    widens = new.itemsize > held.itemsize  # done before the gather, it would widen the wire
+    if widens or param.is_secondary or param.aval.dtype != held:
+        return [param.viewed(Cast(new))]
     return [scope.cast(param, new)]
 
 
@@ -210,8 +213,9 @@ def _can_scan(param: Stored, scope: Scope) -> bool:
     placement = param.placement
     if _is_small_stack(param, scope) or param.secondary_stack == 0:
         return False
-    if param.view or not placement.is_sharded:
-        if param.view:
+    reshaped = not all(isinstance(op, Cast) for op in param.view)  # a cast is the same for each layer
+    if reshaped or not placement.is_sharded:
+        if reshaped:
             warnings.warn(
                 f"params{placement.path} {placement.shape} is reshaped before it is scanned over and therefore "
                 "gathered whole before the loop; scan over it in the shape in which it is stored",

@@ -230,6 +230,23 @@ class Layout:
                 f"{dict(mine.shape)} of {mine.size}; unshard with the old layout and shard with the new one"
             )
 
+    def leaves_of(self, tree: Tree) -> list[Any]:
+        """One entry of a parameter-like tree for each leaf of the layout, None where the tree has none.
+
+        A tree that holds None at a leaf (no gradient) and one that holds None as an empty node (as Equinox's modules
+        do) look alike to `jax.tree`.
+
+        Raises:
+            ValueError: the tree is not of the layout's structure.
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"a": None, "w": jnp.ones((8,)), "z": jnp.ones((8,))}, mesh)
+        >>> layout.leaves_of({"a": None, "w": None, "z": 1})
+        [None, 1]
+        """
+        return self.treedef.flatten_up_to(tree)
+
     def _named(self, spec: PartitionSpec, placement: Placement) -> NamedSharding:
         """In the form in which jit returns it: one entry for every dim on a mesh with explicit axes, else trimmed."""
         if _compat.has_explicit_axes(self.mesh):

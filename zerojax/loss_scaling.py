@@ -48,6 +48,9 @@ class LossScale(NamedTuple):
         scale: float32, what the loss is multiplied by.
         good_steps: int32, good steps since the scale last changed or a step overflowed.
         overflows_left: int32, overflows until the scale halves.
+
+    >>> jax.tree.map(float, init_loss_scale(DynamicScale()))
+    LossScale(scale=65536.0, good_steps=0.0, overflows_left=2.0)
     """
 
     scale: jax.Array

@@ -17,7 +17,11 @@ from zerojax.placement import Placement
 
 
 class ZeroNotice(UserWarning):
-    """A technique of the configuration has no or less effect on this mesh or model; the message says which and why."""
+    """A technique of the configuration has no or less effect on this mesh or model; the message says which and why.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", ZeroNotice)  # for a job that must run as it is configured or not at all
+    """
 
 
 def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list[str]:

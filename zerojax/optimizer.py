@@ -48,6 +48,13 @@ class ZeroState:
         inner: state of the wrapped transformation, every large leaf sharded.
         master: wider copies of the parameters that have one, None for the others; sharded.
         layout_id: fingerprint of the layout the state belongs to, part of the tree's structure.
+
+    >>> import jax.numpy as jnp
+    >>> import zerojax
+    >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+    >>> layout = zerojax.partition({"w": jnp.ones((16, 4), jnp.bfloat16)}, mesh, zerojax.ZeroConfig(min_shard_size=0))
+    >>> zero(optax.sgd(0.1), layout).init(layout.param_shapes()).master["w"].dtype.name
+    'float32'
     """
 
     inner: Tree
@@ -82,6 +89,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     Raises:
         ValueError: parameters, gradients or a state that are not of this layout.
 
+    >>> import jax.numpy as jnp
     >>> import zerojax
     >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
     >>> layout = zerojax.partition({"w": jnp.ones((16, 4))}, mesh, zerojax.ZeroConfig(stage=1, min_shard_size=0))
@@ -167,7 +175,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         layout.check(_like_params(grads, layout), stored=None, what="grads")
         param_leaves = None if params is None else jax.tree.leaves(params)
 
-        grad_leaves = jax.tree.leaves(grads, is_leaf=lambda x: x is None)
+        grad_leaves = layout.leaves_of(grads)
         arrays = {k: v for k, v in extra.items() if not any(callable(x) for x in jax.tree.leaves(v))}
         static = {k: v for k, v in extra.items() if k not in arrays}
         step = jitted() if not static else jax.jit(compute(static))
@@ -194,6 +202,7 @@ def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> Zer
     Raises:
         ValueError: `tx` was made by `zero` for another layout, or holds a `zero` inside a chain.
 
+    >>> import jax.numpy as jnp
     >>> import zerojax
     >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
     >>> layout = zerojax.partition({"w": jnp.ones((16, 4))}, mesh, zerojax.ZeroConfig(min_shard_size=0))
@@ -226,8 +235,9 @@ def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState
 
 def _like_params(grads: Tree, layout: Layout) -> Tree:
     """Gradients with a stand-in for each leaf that is not trained, whose gradient may be absent."""
-    leaves = jax.tree.leaves(grads, is_leaf=lambda x: x is None)
-    if len(leaves) != len(layout.leaves):
+    try:
+        leaves = layout.leaves_of(grads)
+    except ValueError:
         return grads  # the structure check names the difference
     full = [jax.ShapeDtypeStruct(p.shape, p.dtype) if not p.trainable else g
             for g, p in zip(leaves, layout.leaves, strict=True)]  # fmt: skip

@@ -37,6 +37,10 @@ class Placement:
         spec: the leaf's own PartitionSpec over the other mesh axes, one entry per dim.
         trainable: whether the leaf gets gradients and optimizer state.
         quantize_above: fewest elements with which the leaf travels quantised where a technique quantises; None: never.
+
+    >>> placement = place("['w']", (7, 64), jnp.dtype("float32"), axes=("data",), num_shards=8, min_shard_size=0)
+    >>> placement.dim, placement.shard_shape, tuple(placement.full_spec)
+    (1, (7, 8), (None, 'data'))
     """
 
     path: str
