@@ -204,6 +204,22 @@ def test_the_command_runs_as_a_program(here):
     assert json.loads(done.stdout)["parameters"] == 1024 * 1024
 
 
+@pytest.mark.needs_cuda_plugin
+def test_a_compiled_plan_that_fits_nowhere_leaves_one_line_on_the_standard_error(here):
+    (here / "tiny.toml").write_text('extends = "h100"\nmemory_bytes = 1000000\n')
+    arguments = ["planned_model:four", "--nodes", "1", "--json", "--target", "tiny.toml", "--no-largest-microbatch"]
+    environment = {key: value for key, value in os.environ.items() if key != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerojax.cli", "plan", *arguments],
+        env={**environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    # The compiler's own remarks on programs larger than the device are not among it.
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["zerojax plan"], done.stderr
+    assert json.loads(done.stdout)["configs"][0]["memory"]["compiled"]
+
+
 def test_wrong_usage_exits_with_two(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["plan"])

@@ -35,7 +35,6 @@ _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install 'zerojax[plan]'"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     options = _parser().parse_args(argv)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compiler's remarks on programs that do not fit
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing runs: leave the GPUs of this machine alone
     try:
@@ -54,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"--plot {options.plot}: the folder does not exist")
     configs = _configs(options)
     subject = _subject(options)
-    with _progress(quiet=options.json) as progress:
+    with _without_remarks(), _progress(quiet=options.json) as progress:
         plan = subject_plan(
             subject, configs=configs, progress=progress, target=options.target, num_nodes=options.nodes,
             devices_per_node=options.gpus_per_node, bandwidth=options.bandwidth, efficiency=options.efficiency,
@@ -193,6 +192,33 @@ def _progress(*, quiet: bool) -> Iterator[Progress | None]:
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tracing", total=None)
         yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text or "done")
+
+
+@contextlib.contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Drops what the compiler writes to file descriptor 2 about programs that do not fit; the plan says it better.
+
+    Python's own standard error goes on. TF_CPP_MIN_LOG_LEVEL=0 keeps the remarks (JAX itself sets it to 1).
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+        yield
+        return
+    python_stderr = sys.stderr
+    python_stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        with contextlib.suppress(OSError, ValueError):  # a standard error that is no file stays as it is
+            if python_stderr.fileno() == 2:
+                sys.stderr = os.fdopen(os.dup(saved), "w", buffering=1)
+        yield
+    finally:
+        if sys.stderr is not python_stderr:
+            sys.stderr.close()
+        sys.stderr = python_stderr
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 def _is_installed(name: str) -> bool:
