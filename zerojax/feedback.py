@@ -66,7 +66,10 @@ def check_feedback(feedback: Tree, layout: Layout) -> list[Any]:
     Raises:
         ValueError: it is not what `init_feedback(layout)` gives.
     """
-    leaves = jax.tree.leaves(feedback, is_leaf=lambda x: x is None)
+    try:
+        leaves = layout.leaves_of(feedback)
+    except ValueError:
+        leaves = []
     wanted = [_shape(p, layout).shape if has_feedback(p, layout) else None for p in layout.leaves]
     found = [None if x is None else tuple(x.shape) for x in leaves]
     if feedback is None or found != wanted:

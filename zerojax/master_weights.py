@@ -79,7 +79,7 @@ def master_pairs(masters: list[Any], layout: Layout) -> list[tuple[Any, Placemen
 
 def all_masters(master: Tree, layout: Layout) -> list[tuple[Any, Placement]]:
     """One entry per parameter leaf of a tree of master copies, None where there is none."""
-    leaves = jax.tree.leaves(master, is_leaf=lambda x: x is None) if master is not None else [None] * len(layout.leaves)
+    leaves = layout.leaves_of(master) if master is not None else [None] * len(layout.leaves)
     return list(zip(leaves, layout.leaves, strict=True))
 
 
