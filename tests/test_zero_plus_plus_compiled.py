@@ -164,12 +164,13 @@ def test_no_pass_over_a_whole_leaf_beyond_quantising_packing_and_dequantising():
     assert arrays
     # Nothing of a leaf is widened: sums in float32 exist only for the chunk of one device.
     assert not [a for a in arrays if a[0] == "f32" and a[1] in (leaf, 2 * leaf)], arrays
-    # Levels of a whole leaf are written by the collectives, and once each in packing and unpacking a message.
+    # Levels of a whole leaf are written by the collectives, and once each in packing and in unpacking a message; the
+    # quantising kernels return tuples and are not among these arrays. No copy, transposition or gather.
     levels = {what for kind, _, what in arrays if kind in ("s8", "u8")}
-    assert levels <= {"all-gather-done", "all-to-all-done", "all-gather", "all-to-all", "all-gather-start",
-                      "all-to-all-start", "concatenate", "slice", "broadcast_in_dim", "fusion", "dynamic-update-slice",
-                      "custom-call", "async-done", "async-start"}, levels  # fmt: skip
-    assert not levels & {"copy", "transpose", "gather", "pad", "select_n"}
+    assert any("all-to-all" in what for what in levels), levels
+    assert levels <= {"all-gather", "all-gather-start", "all-gather-done", "all-to-all", "all-to-all-start",
+                      "all-to-all-done", "concatenate", "slice", "broadcast_in_dim", "fusion-start", "fusion-done",
+                      "async-start", "async-done", "dynamic-update-slice"}, levels  # fmt: skip
 
 
 def test_tensor_parallel_leaves_are_not_gathered_over_their_axis():
