@@ -55,7 +55,8 @@ class Trainer:
         self.flags = flags
         shapes, loss_fn = jax.eval_shape(initial_params, jax.random.key(0)), make_loss(CONFIG)
         mesh = zerojax.make_mesh(flags.nodes, flags.devices_per_node)
-        config = zerojax.ZeroConfig(**({"stage": 0} if variant == ORIGINAL else VARIANTS[variant]))
+        fields: dict[str, Any] = {"stage": 0} if variant == ORIGINAL else VARIANTS[variant]
+        config = zerojax.ZeroConfig(**fields)
         self.layout = zerojax.partition(shapes, mesh, config)
         schedule = optax.warmup_cosine_decay_schedule(0.0, flags.learning_rate, flags.steps // 10, flags.steps)
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
@@ -82,7 +83,7 @@ def _make_step(grad_fn: Any, tx: optax.GradientTransformation) -> Any:
     @functools.partial(jax.jit, donate_argnums=(0,))
     def step(state: zerojax.TrainState, batch: Any) -> tuple[zerojax.TrainState, jax.Array]:
         loss, grads = grad_fn(state.params, batch)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
         params = optax.apply_updates(state.params, updates)
         return zerojax.TrainState(state.step + 1, params, opt_state), loss  # type: ignore[arg-type]
 

@@ -67,7 +67,7 @@ def reduced_by_zerojax(params: Any, grads: list[Any], options: dict[str, Any]) -
     layout = _layout(params, stage=3, **options)
     stored, fn = layout.shard(params), jax.jit(zerojax.value_and_grad(inner_product, layout))
     means = [layout.unshard(fn(stored, _put(g, layout))[1]) for g in grads]
-    between = layout.config.quantize_gradients[1]  # type: ignore[index]
+    between: Any = layout.config.quantize_gradients[1]  # type: ignore[index]
     tile = 16 / 1024 if between.scale_dtype != "bfloat16" else 0.0
     return means, between.bits + (8 if tile else 16) / between.block_size + tile
 

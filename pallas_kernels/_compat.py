@@ -69,7 +69,7 @@ def store(ref: Any, value: jax.Array, optimized: bool) -> None:
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     if VERSION >= (0, 12):
-        plgpu.store(ref, value, optimized=optimized)
+        plgpu.store(ref, value, optimized=optimized)  # type: ignore[attr-defined]
     else:
         ref[...] = value
 
@@ -78,7 +78,7 @@ def interpret_params() -> Any:
     """The value of ``interpret=`` that runs a Mosaic kernel on the CPU."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    return plgpu.InterpretGPUParams()
+    return plgpu.InterpretGPUParams()  # type: ignore[attr-defined]
 
 
 def mosaic_kernel(body: Callable[..., None], out_type: list[Any], grid: tuple[int, ...], interpret: bool) -> Any:

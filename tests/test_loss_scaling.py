@@ -50,8 +50,8 @@ def test_scale_follows_the_rule_step_by_step():
 @pytest.mark.parametrize(("stage", "shape"), [(1, (2, 4)), (2, (1, 3)), (3, (3, 2))])
 def test_scaled_float16_training_equals_the_unscaled_one(stage, shape):
     # A power of two scales a float16 product exactly as long as nothing under- or overflows, which holds here: what
-    # differs is the rounding of the reduced gradient to float16, one part in 2**11 of it, and three SGD steps of size 0.1
-    # carry it into the master copy as 3 * 0.1 * 2**-11 of the gradient, whose leaves are below 0.5.
+    # differs is the rounding of the reduced gradient to float16, one part in 2**11 of it, and three SGD steps of size
+    # 0.1 carry it into the master copy as 3 * 0.1 * 2**-11 of the gradient, whose leaves are below 0.5.
     params = jax.tree.map(lambda x: x.astype(jnp.float16), parameters())
     layout = layout_for(params, stage, shape)
     tx = zerojax.zero(optax.sgd(0.1), layout)

@@ -145,8 +145,8 @@ def make_train_step(
         else:
             (value, grads), feedback = grad_fn(state.params, batch, *rest, **extra), None
         loss, aux = value if has_aux else (value, None)
-        if state.loss_scale is not None:
-            grads = jax.tree.map(lambda g: _wide(g) / state.loss_scale.scale, grads)
+        if extra:
+            grads = jax.tree.map(lambda g: _wide(g) / extra["loss_scale"], grads)
         norm = optax.tree.norm(jax.tree.map(_wide, grads))
         metrics: dict[str, Any] = {"loss": loss, "grad_norm": norm}
         if clip_norm is not None:
