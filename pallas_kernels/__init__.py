@@ -13,17 +13,18 @@
 | "mosaic_gpu" | interpreted, equal bits (JAX 0.11 on) | compiled; counted on H100 | compiled | compiled (JAX 0.11 on) |
 | speed | - | modelled only | modelled only | modelled only |
 
-No kernel has run on a GPU yet. "Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved equal
+No kernel has run on a GPU yet: by default XLA runs every op, and `prefer_kernels()` asks for the kernels.
+"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved equal
 to the ideal, fewer issue slots than memory time on an H100. Modelled on an H100 for a leaf of 8192 x 8192 in bfloat16
 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launches of the compiled program):
 
-| op | XLA | kernel | default |
+| op | XLA | kernel | preferred |
 |---|---|---|---|
 | quantize int8 / int4 with e4m3 scales | 1.7x, 3 / 2.1x, 5 launches | 1.00x, 1 launch | kernel |
 | quantize_slices int4, stochastic, residual | 4.8x, 7 launches | 1.00x, 1 launch | kernel |
 | dequantize | 1.00x, 1 launch | none | XLA |
 | dequantize_sum int8 / int4 with e4m3 scales | 1.04x / 1.24x | 1.00x | kernel |
-| dequantize_sum_quantize | 2.1x to 2.8x, 4 to 6 launches | 1.00x, 1 launch | kernel |
+| dequantize_sum_quantize | 2.1x to 2.8x, 4 to 6 launches | 1.00x, 1 to 2 launches | kernel |
 
 XLA alone does: rotations (unless both hops rotate alike), leaves whose contiguous run per slice is no multiple of the
 block (of the tile of 1024 with e4m3 scales), sums of padded slices, and int4 contributions requantised in smaller
@@ -31,6 +32,7 @@ blocks.
 """
 
 from pallas_kernels.array import BlockFormat, QuantizedArray
+from pallas_kernels.backend import prefer_kernels
 from pallas_kernels.message import pack_bytes, unpack_bytes
 from pallas_kernels.ops import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
@@ -43,6 +45,7 @@ __all__ = [
     "dequantize_sum_quantize",
     "from_slices",
     "pack_bytes",
+    "prefer_kernels",
     "quantize",
     "quantize_slices",
     "to_slices",

@@ -2,8 +2,8 @@
 
     "xla"         the reference, on any device
     "mosaic_gpu"  the Pallas kernel (Hopper and Blackwell; Ampere and Ada on JAX 0.11 and later)
-    None          per op: the kernel where the program is lowered for CUDA and `KERNEL_BY_DEFAULT` names the op,
-                  the reference everywhere else
+    None          per op: the kernel where the program is lowered for CUDA, `KERNELS` names the op, and kernels are
+                  proven on that device class or `prefer_kernels` was called; the reference everywhere else
 
 A kernel for an architecture that the compiler does not know aborts the process, hence the gate on the compute
 capability. An explicit request that cannot be met is an error with every reason, never a silent fallback.
@@ -22,11 +22,40 @@ from pallas_kernels import _compat
 Implementation = Literal["xla", "mosaic_gpu"]
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
-KERNEL_BY_DEFAULT = frozenset({"quantize", "dequantize_sum", "dequantize_sum_quantize"})
+KERNELS = frozenset({"quantize", "dequantize_sum", "dequantize_sum_quantize"})
 """Ops whose kernel moves fewer bytes, or issues fewer instructions, than XLA's program (see the package's table).
 
 Plain dequantise is absent: XLA already moves exactly the ideal bytes, and may fuse it into what follows.
 """
+
+PROVEN_ON: frozenset[int] = frozenset()
+"""Major compute capabilities on which the kernels have run, equal to the reference. None yet: they are compiled and
+their machine code is counted, but no GPU was at hand to run them on, so they have to be asked for."""
+
+_preferred = False
+
+
+def prefer_kernels(enabled: bool = True) -> bool:
+    """Lets `implementation=None` mean the kernels also on devices on which they are not proven yet.
+
+    Call it before the first trace: programs that are compiled already keep what they have.
+
+    Returns:
+        The setting before.
+
+    >>> before = prefer_kernels()
+    >>> prefer_kernels(before)
+    True
+    """
+    global _preferred
+    before, _preferred = _preferred, enabled
+    return before
+
+
+def _wanted_by_default(op: str) -> bool:
+    capability = _compat.target_device()[1]
+    proven = capability is not None and capability[0] in PROVEN_ON
+    return op in KERNELS and (_preferred or proven)
 
 
 def device_problems() -> list[str]:
@@ -89,7 +118,7 @@ def run(
                 f"{op}: implementation='mosaic_gpu' cannot do this call:\n- " + "\n- ".join(dict.fromkeys(reasons))
             )
         return kernel(*operands, interpret=interpret)
-    if op not in KERNEL_BY_DEFAULT or reasons or device_problems() or _concrete_on_cpu(operands):
+    if not _wanted_by_default(op) or reasons or device_problems() or _concrete_on_cpu(operands):
         return reference(*operands)
     # Decided at lowering: one traced program runs on a CPU and compiles for a GPU that is not there.
     return jax.lax.platform_dependent(*operands, cuda=lambda *args: kernel(*args, interpret=False), default=reference)

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
 import zerojax
 from zerojax.compiled_program import CompiledProgram, read_program
 from zerojax.gpu_targets import absent_mesh
@@ -33,6 +34,13 @@ VOLUMES = [
     ("quantised gradients", ("quantize_gradients",), 2.25),
     ("all", tuple(ALL), 0.75),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_preferred():
+    before = pallas_kernels.prefer_kernels()
+    yield
+    pallas_kernels.prefer_kernels(before)
 
 
 class Compiled(NamedTuple):

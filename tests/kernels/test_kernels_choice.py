@@ -15,6 +15,13 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 1024)), jnp.float3
 KERNEL_MARK = "mosaic_gpu"
 
 
+@pytest.fixture(autouse=True)
+def kernels_preferred():
+    before = pk.prefer_kernels()
+    yield
+    pk.prefer_kernels(before)
+
+
 def middle(x):
     """All kernels once: quantise, sum and quantise, sum."""
     q = pk.quantize_slices(x, dim=0, num_slices=(4, 2))
@@ -28,6 +35,11 @@ def test_one_traced_program_runs_on_the_cpu_and_equals_the_reference():
     for a, b in zip(jax.tree.leaves(jax.jit(pk.quantize)(X)), jax.tree.leaves(jax.jit(xla)(X)), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     assert np.isfinite(np.asarray(jax.jit(middle)(X))).all()
+
+
+def test_kernels_that_no_gpu_has_run_are_not_taken_unasked():
+    pk.prefer_kernels(False)
+    assert "platform_index" not in str(jax.make_jaxpr(lambda x: middle(x))(X))
 
 
 @pytest.mark.needs_cuda_plugin
