@@ -88,12 +88,11 @@ def check_within_bounds(got, params, batch, layout):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat", "fmt"), [("2x4", False, "int8"), ("3x2", True, "int4"), ("1x7", False, "int8")]
+    ("mesh", "remat", "fmt"), [("2x4", False, "int8"), ("3x2", True, "int4")]
 )
 def test_quantised_weights_give_the_gradient_at_the_dequantised_weights(mesh, remat, fmt):
     params, batch = example()
     layout = layout_of(mesh, quantize_weights=fmt)
-    batch = jax.tree.map(lambda x: x[: 21 if mesh == "1x7" else 24], batch)
     loss_fn = functools.partial(models.transformer_loss, remat=remat)
     loss, grads = gradients(layout, loss_fn, batch=batch)
     want_loss, want = plain_gradients(weights_as_gathered(params, layout), batch)
@@ -143,9 +142,9 @@ def test_microbatches_reduce_each_part_and_use_one_secondary_partition():
         assert error <= (sum(bounds) if p.is_quantized else 0.0) + exact, p.path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("mesh", "remat", "microbatches"), [("2x4", False, 1), ("4x2", True, 1), ("3x2", False, 2)]
+    ("mesh", "remat", "microbatches", "dtype"),
+    [("2x4", False, 1, "float32"), ("4x2", True, 1, "bfloat16"), ("3x2", False, 2, "float32")],
 )
 def test_a_secondary_partition_alone_changes_no_bit_in_several_steps(mesh, remat, microbatches, dtype):
     params, batch = example(dtype)
@@ -221,7 +220,7 @@ def test_a_tied_weight_is_reduced_once():
     assert jaxpr.count("all_to_all[") == 2 * (1 + 2 + 4)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_gradient_that_is_not_finite_is_seen_by_all(stage):
     params, batch = example()
     layout = layout_of("2x4", stage, **PAIR)

@@ -104,6 +104,7 @@ def quantized_gradients(
         other_axes: mesh axes left to the compiler.
     """
     inside, between = (_block_format(f) for f in formats)
+    rotates = inside.rotate is not None or between.rotate is not None
 
     def hops(placement: Placement) -> list[tuple[str, BlockFormat]]:
         """Axes and formats of the hops, innermost first."""
@@ -117,7 +118,8 @@ def quantized_gradients(
         def move(x: jax.Array) -> jax.Array:
             return _reduced(x, None, placement, hops(placement), rounding)[0].astype(full.dtype)
 
-        return within_other_axes(move, placement, other_axes)(pad(full, placement))
+        shard = within_other_axes(move, placement, other_axes)(pad(full, placement))
+        return _without_padding(shard, placement, placement.axes) if rotates else shard
 
     def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
         if not placement.is_quantized:
@@ -130,7 +132,11 @@ def quantized_gradients(
 
         specs = (placement.model_spec, placement.model_spec)
         moved = within_other_axes(move, placement, other_axes, in_spec=specs, out_spec=specs)
-        return moved((pad(full, placement), feedback))
+        shard, lost = moved((pad(full, placement), feedback))
+        if not rotates:
+            return shard, lost
+        inner = placement.axes[-1:]
+        return _without_padding(shard, placement, placement.axes), _without_padding(lost, placement, inner)
 
     def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
         if not placement.is_quantized:
@@ -203,6 +209,22 @@ def _reduced(
             q, lost = dequantize_sum_quantize(q, addend=addend, with_residual=True, **how)
             lost = from_slices(lost, placement.dim, 1)
     raise AssertionError("a sharded leaf has at least one hop")
+
+
+def _without_padding(part: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """This device's part of a padded leaf, split over `axes`, with zeros in the padding.
+
+    Without rotation zeros are quantised to zeros; a rotation mixes a block's padding with its values, and what is lost
+    of them comes back in both.
+    """
+    if not placement.padding:
+        return part
+    assert placement.dim is not None
+    index = jnp.zeros((), jnp.int32)
+    for axis in reversed(axes):
+        index = index * lax.axis_size(axis) + lax.axis_index(axis)
+    rows = lax.broadcasted_iota(jnp.int32, part.shape, placement.dim) + index * part.shape[placement.dim]
+    return jnp.where(rows < placement.shape[placement.dim], part, jnp.zeros_like(part))
 
 
 def _seed(x: jax.Array) -> jax.Array:
