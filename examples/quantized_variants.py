@@ -60,6 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def simulate_devices(count: int) -> None:
     """Makes the CPU pass for so many devices, unless XLA was told of a number already."""
+    os.environ.setdefault("NPROC", "32")  # threads in which simulated devices can wait for each other
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 

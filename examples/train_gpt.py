@@ -72,6 +72,7 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
 def start_jax(flags: argparse.Namespace) -> None:
     """Join the job's other processes; without accelerators, simulate the mesh's devices on the CPU."""
     distributed = flags.distributed or any(name in os.environ for name in LAUNCHERS)
+    os.environ.setdefault("NPROC", "32")  # threads in which simulated devices wait for each other
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         nodes_here = 1 if distributed else flags.nodes or 2
         jax.config.update("jax_num_cpu_devices", nodes_here * (flags.devices_per_node or 4))

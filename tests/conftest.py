@@ -1,12 +1,15 @@
 """Eight simulated CPU devices for every test and doctest, set before JAX is imported.
 
-An environment that already says what to run on is left alone, so that the suite can be pointed at GPUs.
+An environment that already says what to run on is left alone, so that the suite can be pointed at GPUs. Simulated
+devices wait for each other inside XLA's thread pool, which has one thread per device or core: with several independent
+collectives in flight it can run out of threads and stop for good, so the pool is made larger (XLA reads NPROC).
 """
 
 import importlib.util
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "32")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
