@@ -120,7 +120,9 @@ class Layout:
         return self._map(put, params)
 
     def unshard(self, tree: Tree) -> Tree:
-        """The whole logical arrays of parameters or gradients in stored form, replicated on every device.
+        """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
+
+        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters.
 
         For looking at, comparing and exporting: it needs room for the full tree on each device.
         """
@@ -184,7 +186,7 @@ class Layout:
                     f"{what}{p.path} has shape {jnp.shape(x)}, but {form} has {' or '.join(map(str, sorted(allowed)))}"
                     f" on mesh {dict(self.mesh.shape)}"
                 )
-            if what == "params" and jnp.result_type(x) != p.dtype:
+            if what == "params" and stored is not None and jnp.result_type(x) != p.dtype:
                 raise ValueError(f"{what}{p.path} has dtype {jnp.result_type(x)}, but the layout has {p.dtype}")
             self._check_mesh(x, f"{what}{p.path}")
 
