@@ -23,6 +23,8 @@ from zerojax import QuantFormat, ZeroConfig
 # Another order of float32 sums over a few hundred terms, through three layers; as in test_oracle.
 FLOAT32 = 2e-5
 PAIR = {"quantize_gradients": ("int8", "int4")}
+# These programs take seconds to compile and milliseconds to run.
+compile_fast = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 EVERYTHING = {"quantize_weights": "int8", "secondary": True, **PAIR, "min_quantize_size": 0}
 
 
@@ -46,14 +48,14 @@ def layout_of(mesh, stage=3, **options):
 
 def gradients(layout, loss_fn=models.transformer_loss, params=None, batch=None, **options):
     params, batch = example()[0] if params is None else params, example()[1] if batch is None else batch
-    fn = jax.jit(zerojax.value_and_grad(loss_fn, layout, **options))
+    fn = compile_fast(zerojax.value_and_grad(loss_fn, layout, **options))
     loss, grads = fn(layout.shard(params), batch)
     return float(loss), layout.unshard(grads)
 
 
-plain_loss = jax.jit(models.transformer_loss)
-plain_gradients = jax.jit(jax.value_and_grad(models.transformer_loss))
-gradients_of_devices = jax.jit(jax.vmap(jax.grad(models.transformer_loss), in_axes=(None, 0)))
+plain_loss = compile_fast(models.transformer_loss)
+plain_gradients = compile_fast(jax.value_and_grad(models.transformer_loss))
+gradients_of_devices = compile_fast(jax.vmap(jax.grad(models.transformer_loss), in_axes=(None, 0)))
 
 
 def weights_as_gathered(params, layout):
@@ -65,7 +67,7 @@ def weights_as_gathered(params, layout):
             return as_gathered(x, placement, fmt)
         return jax.lax.map(lambda part: as_gathered(part, placement.without_leading_dim(), fmt), x)
 
-    return jax.jit(lambda tree: jax.tree_util.tree_map_with_path(one, tree, layout.placements))(params)
+    return compile_fast(lambda tree: jax.tree_util.tree_map_with_path(one, tree, layout.placements))(params)
 
 
 def check_within_bounds(got, params, batch, layout):
@@ -88,7 +90,7 @@ def check_within_bounds(got, params, batch, layout):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat", "fmt"), [("2x4", False, "int8"), ("3x2", True, "int4")]
+    ("mesh", "remat", "fmt"), [("2x4", False, "int8"), ("3x2", True, QuantFormat(4, 32))]
 )
 def test_quantised_weights_give_the_gradient_at_the_dequantised_weights(mesh, remat, fmt):
     params, batch = example()
@@ -154,7 +156,7 @@ def test_a_secondary_partition_alone_changes_no_bit_in_several_steps(mesh, remat
         layout = layout_of(mesh, secondary=secondary, dtype=dtype)
         tx = zerojax.zero(optax.adam(1e-2), layout)
         state = zerojax.TrainState.create(layout.shard(params), tx)
-        step = zerojax.make_train_step(loss_fn, tx, layout, microbatches=microbatches)
+        step = compile_fast(zerojax.make_train_step(loss_fn, tx, layout, microbatches=microbatches))
         for _ in range(3):
             state, metrics = step(state, batch)
         results.append((jax.tree.map(lambda x: np.asarray(x, np.float32), state.params), float(metrics["loss"])))
@@ -168,7 +170,8 @@ def test_bfloat16_parameters_train_on_exact_float32_masters():
     params, batch = example("bfloat16")
     layout = layout_of("2x4", dtype="bfloat16", **EVERYTHING)
     tx = zerojax.zero(optax.sgd(2.0**-12), layout)
-    step = zerojax.make_train_step(functools.partial(models.transformer_loss, compute=jnp.bfloat16), tx, layout)
+    loss_fn = functools.partial(models.transformer_loss, compute=jnp.bfloat16)
+    step = compile_fast(zerojax.make_train_step(loss_fn, tx, layout))
     state = zerojax.TrainState.create(layout.shard(params), tx)
     for _ in range(2):
         state, metrics = step(state, batch)
@@ -185,7 +188,7 @@ def test_frozen_leaves_are_gathered_quantised_and_get_no_gradient():
     params, batch = example()
     options = {**EVERYTHING, "trainable": lambda path, leaf: "embed" not in path}
     layout = layout_of("2x4", **options)
-    loss, grads = jax.jit(zerojax.value_and_grad(models.transformer_loss, layout))(layout.shard(params), batch)
+    loss, grads = compile_fast(zerojax.value_and_grad(models.transformer_loss, layout))(layout.shard(params), batch)
     assert grads["embed"] is None
     assert grads["layers"]["up"].shape == params["layers"]["up"].shape
     loss = float(loss)
@@ -206,7 +209,7 @@ def test_a_stack_of_norm_scales_is_no_matrix(stage):
     layout = models.make_layout(params, "2x4", stage, **PAIR, min_quantize_size=128, min_shard_size=128)
     assert layout.placements["s"].is_quantized
     _, grads = gradients(layout, loss_fn, params, batch.astype(jnp.float32))
-    want = jax.jit(jax.grad(loss_fn))(params, batch.astype(jnp.float32))
+    want = compile_fast(jax.grad(loss_fn))(params, batch.astype(jnp.float32))
     assert models.largest_error(grads["s"], want["s"]) < FLOAT32
     assert models.largest_error(grads["w"], want["w"]) > 100 * FLOAT32
 
@@ -230,7 +233,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(stage):
         return models.transformer_loss(params, batch) + jnp.sum(params["embed"][:2] * batch["scale"].mean())
 
     tx = zerojax.zero(optax.sgd(0.1), layout)
-    step = zerojax.make_train_step(loss_fn, tx, layout)
+    step = compile_fast(zerojax.make_train_step(loss_fn, tx, layout))
     _, metrics = step(zerojax.TrainState.create(layout.shard(params), tx), {**batch, "scale": scale})
     for value in models.values_on_devices(metrics["grad_norm"]):
         assert not np.isfinite(value)
@@ -245,9 +248,9 @@ def test_an_axis_left_to_the_compiler_keeps_its_part_of_each_leaf():
     config = ZeroConfig.zero_plus_plus(min_shard_size=0, min_quantize_size=0)
     layout = zerojax.partition(params, mesh, config, specs=specs)
     with jax.set_mesh(mesh):
-        loss, grads = jax.jit(zerojax.value_and_grad(models.dense_loss, layout))(layout.shard(params), batch)
+        loss, grads = compile_fast(zerojax.value_and_grad(models.dense_loss, layout))(layout.shard(params), batch)
     grads = layout.unshard(grads)
-    want_loss, want = jax.jit(jax.value_and_grad(models.dense_loss))(params, batch)
+    want_loss, want = compile_fast(jax.value_and_grad(models.dense_loss))(params, batch)
     # Weights to 1/254 of a block's largest value, in four products; gradients to 9/8 / 14 in each of two nodes' parts.
     assert float(loss) == pytest.approx(float(want_loss), rel=4 / 254 * 4)
     assert models.largest_error(grads, want) < 2 * 9 / 8 / 14 + 4 * 4 / 254
@@ -259,7 +262,7 @@ def test_error_feedback_makes_the_mean_over_steps_exact():
     params, batch = example()
     layout = layout_of("2x4", **PAIR, error_feedback=True)
     plain = layout_of("2x4", **PAIR)
-    fn, feedback = jax.jit(zerojax.value_and_grad(models.transformer_loss, layout)), zerojax.init_feedback(layout)
+    fn, feedback = compile_fast(zerojax.value_and_grad(models.transformer_loss, layout)), zerojax.init_feedback(layout)
     stored, total, steps = layout.shard(params), None, 8
     for _ in range(steps):
         _, grads, feedback = fn(stored, batch, feedback=feedback)
@@ -281,7 +284,7 @@ def test_error_feedback_is_carried_saved_and_restored_bit_for_bit(stage, microba
     params, batch = models.dense_init(jax.random.key(4)), models.dense_batches(1, 24)[0]
     layout = models.make_layout(params, "2x4", stage, **PAIR, error_feedback=True, min_quantize_size=0)
     tx = zerojax.zero(optax.adam(1e-3), layout)
-    step = zerojax.make_train_step(models.dense_loss, tx, layout, microbatches=microbatches, donate=False)
+    step = compile_fast(zerojax.make_train_step(models.dense_loss, tx, layout, microbatches=microbatches, donate=False))
     state = zerojax.TrainState.create(layout.shard(params), tx, layout)
     for _ in range(2):
         state, _ = step(state, batch)
