@@ -74,6 +74,7 @@ class Trainer:
         state = zerojax.TrainState.create(params, self.tx, self.layout)
         for _ in range(flags.steps):
             state, _ = self.step(state, sample_batch(text.train, rng, flags.batch, CONFIG.sequence))
+            state.step.block_until_ready()  # simulated devices share few threads: steps in flight may starve each other
         held_out = sample_batch(text.validation, np.random.default_rng(12345), flags.windows, CONFIG.sequence)
         losses = [float(self.evaluate(state.params, part)) for part in np.split(held_out, max(1, flags.windows // 64))]
         return float(np.mean(losses))
