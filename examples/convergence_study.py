@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from gpt import GPTConfig, init_params, make_loss
-from quantized_variants import ORIGINAL, VARIANTS, original_value_and_grad, simulate_devices
+from quantized_variants import ORIGINAL, VARIANTS, original_value_and_grad
+from simulated import simulate_devices
 from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax

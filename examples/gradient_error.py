@@ -20,7 +20,8 @@ import numpy as np
 import optax
 from gpt import GPTConfig, init_params, make_loss
 from jax.sharding import NamedSharding, PartitionSpec
-from quantized_variants import GRADIENT_VARIANTS, ORIGINAL, is_stacked, reduce_as_original, simulate_devices
+from quantized_variants import GRADIENT_VARIANTS, ORIGINAL, is_stacked, reduce_as_original
+from simulated import simulate_devices
 from stdlib_text import read_stdlib, sample_batch
 
 import zerojax

@@ -5,7 +5,6 @@ cannot be written as one (its scale is 2**(bits - 1) levels for the largest magn
 element then exceeds; its blocks follow from a matrix's shape), so its arithmetic is emulated here on whole gradients.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -56,13 +55,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gradients default, error feedback": _gradients("int4", error_feedback=True),
     "gradients int4 of 128, error feedback": _gradients(QuantFormat(4, 128), error_feedback=True),
 }
-
-
-def simulate_devices(count: int) -> None:
-    """Makes the CPU pass for so many devices, unless XLA was told of a number already."""
-    os.environ.setdefault("NPROC", "32")  # threads in which simulated devices can wait for each other
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", count)
 
 
 def original_value_and_grad(loss_fn: Callable[..., Any], layout: zerojax.Layout) -> Callable[..., tuple[Any, Any]]:

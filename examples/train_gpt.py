@@ -26,6 +26,7 @@ import optax
 from gpt import GPTConfig, init_params, make_loss
 from jax.sharding import NamedSharding, PartitionSpec
 from report import Run, bytes_per_device, make_progress, print_losses, print_memory, save_results
+from simulated import simulate_devices
 from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax
@@ -72,10 +73,7 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
 def start_jax(flags: argparse.Namespace) -> None:
     """Join the job's other processes; without accelerators, simulate the mesh's devices on the CPU."""
     distributed = flags.distributed or any(name in os.environ for name in LAUNCHERS)
-    os.environ.setdefault("NPROC", "32")  # threads in which simulated devices wait for each other
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        nodes_here = 1 if distributed else flags.nodes or 2
-        jax.config.update("jax_num_cpu_devices", nodes_here * (flags.devices_per_node or 4))
+    simulate_devices((1 if distributed else flags.nodes or 2) * (flags.devices_per_node or 4))
     if distributed:
         jax.distributed.initialize()
     if jax.default_backend() == "cpu" and not distributed:
