@@ -187,8 +187,10 @@ from zerojax.planner import subject_plan
 plan = subject_plan(gpt(GPT_SHAPES["18b"]), examples_per_device=1, largest_microbatch=False)
 own, children = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 spent = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+# Not ru_maxrss: a process inherits that from the one that started it, here the whole test run.
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 one = plan.configs[0]
-json.dump({"seconds": spent, "bytes": own.ru_maxrss * 1024, "node": one.node_bytes / plan.model_bytes,
+json.dump({"seconds": spent, "bytes": int(peak.split()[1]) * 1024, "node": one.node_bytes / plan.model_bytes,
            "compiled": one.is_compiled, "explanation": one.explanation, "fits": one.memory.fits}, sys.stdout)
 """
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True,
