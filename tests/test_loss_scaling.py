@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.loss_scaling import DynamicScale, init_loss_scale, next_loss_scale
+from zerojax.loss_scaling import DynamicScale, init_loss_scale, is_at_floor, loss_scale_rule, next_loss_scale
 
 RULE = DynamicScale(initial=2.0**16, growth_interval=3, hysteresis=2, floor=2.0**15)
 
@@ -45,6 +45,39 @@ def test_scale_follows_the_rule_step_by_step():
         seen.append(float(state.scale))
     assert seen == expected
     assert int(state.overflows_left) == RULE.hysteresis
+
+
+def test_the_named_profile_starts_at_2_to_the_16_doubles_every_1000_good_steps_and_ends_at_1():
+    rule = loss_scale_rule("float16")
+    assert loss_scale_rule("bfloat16") is None
+    advance = jax.jit(lambda state, finite: next_loss_scale(state, finite, rule))
+
+    def run(state, *outcomes):
+        seen = []
+        for finite in outcomes:
+            state = advance(state, jnp.bool_(finite))
+            seen.append(float(state.scale))
+        return state, seen
+
+    state, seen = run(init_loss_scale(rule), *[True] * 999)
+    assert set(seen) == {2.0**16}
+    # One overflow uses up the hysteresis and begins the count of good steps anew; further ones halve, all the way to 1.
+    state, seen = run(state, False, *[True] * 999)
+    assert set(seen) == {2.0**16}
+    state, seen = run(state, True)
+    assert seen == [2.0**17]
+    state, seen = run(state, *[False] * 20)
+    assert seen == [2.0**17] + [2.0**e for e in range(16, 0, -1)] + [1.0] * 3
+    assert bool(is_at_floor(state, rule))
+
+
+def test_a_scale_that_nothing_limits_stays_a_number():
+    """All gradients zero, as of a frozen model: an infinite scale would make them NaN for good."""
+    rule = DynamicScale(growth_interval=1)
+    state = init_loss_scale(rule)
+    for _ in range(200):
+        state = next_loss_scale(state, jnp.bool_(True), rule)
+    assert np.isfinite(float(state.scale))
 
 
 @pytest.mark.parametrize(("stage", "shape"), [(1, (2, 4)), (2, (1, 3)), (3, (3, 2))])
@@ -126,7 +159,7 @@ def test_scale_and_counters_survive_a_checkpoint(tmp_path):
     layout = layout_for(params, 3)
     tx = zerojax.zero(optax.adam(1e-2), layout)
     state = zerojax.TrainState.create(layout.shard(params), tx, loss_scale=RULE)
-    step = zerojax.make_train_step(loss_fn, tx, layout, loss_scale=RULE, donate=False)
+    step = zerojax.make_train_step(loss_fn, tx, layout, loss_scale=RULE, on_nonfinite="skip", donate=False)
     broken = batch_of(1)
     broken["x"] = broken["x"].at[0].set(jnp.nan)
     for batch in (batch_of(0), broken, broken):
@@ -144,8 +177,12 @@ def test_bad_settings_are_refused_in_words():
     tx = zerojax.zero(optax.sgd(0.1), layout)
     with pytest.raises(ValueError, match="floor > 0"):
         DynamicScale(floor=0.0)
-    with pytest.raises(ValueError, match="use 'ignore' or 'skip'"):
+    with pytest.raises(ValueError, match="use 'ignore', 'skip' or 'raise'"):
         zerojax.make_train_step(loss_fn, tx, layout, on_nonfinite="stop")
+    with pytest.raises(ValueError, match="must not be applied; use 'skip' or 'raise'"):
+        zerojax.make_train_step(loss_fn, tx, layout, on_nonfinite="ignore", loss_scale="float16")
+    with pytest.raises(ValueError, match="use 'float16', 'bfloat16', a DynamicScale or None"):
+        zerojax.make_train_step(loss_fn, tx, layout, loss_scale="fp8")
     with pytest.raises(ValueError, match="positive norm"):
         zerojax.make_train_step(loss_fn, tx, layout, clip_norm=0.0)
     state = zerojax.TrainState.create(layout.shard(params), tx)

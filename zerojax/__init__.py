@@ -7,6 +7,7 @@ from zerojax.gradients import apply, value_and_grad
 from zerojax.layout import Layout
 from zerojax.loss_scaling import DynamicScale, LossScale
 from zerojax.mesh import make_mesh
+from zerojax.nonfinite import NonFinite, NonFiniteError
 from zerojax.notices import ZeroNotice
 from zerojax.optimizer import ZeroState, zero
 from zerojax.partition import partition
@@ -14,7 +15,8 @@ from zerojax.placement import Placement
 from zerojax.planner import plan
 from zerojax.remat import checkpoint
 from zerojax.saving import restore, save
-from zerojax.train_step import TrainState, make_train_step
+from zerojax.train_state import TrainState
+from zerojax.train_step import make_train_step
 
 __version__ = "0.1.0"
 
@@ -23,6 +25,8 @@ __all__ = [
     "GatherWarning",
     "Layout",
     "LossScale",
+    "NonFinite",
+    "NonFiniteError",
     "Placement",
     "QuantFormat",
     "TrainState",

@@ -1,14 +1,15 @@
 """Gradient accumulation: one device's part of the batch in microbatches, gradients summed in float32.
 
-Stages 2 and 3 reduce the gradient of each microbatch where it arises, so that the accumulators are shards; stages 0 and
-1 accumulate whole gradients and reduce them once. Only one microbatch's activations live at a time. Runs inside
-`shard_map`; knows nothing of how gradients arise.
+"sharded" reduces the gradient of each microbatch where it arises, so that the accumulators are shards: 1/N of the
+memory, and a reduction for each microbatch. "deferred" sums whole gradients and reduces them once per step: a whole
+float32 accumulator on each device, and traffic that does not depend on the number of microbatches. Only one
+microbatch's activations live at a time. Runs inside `shard_map`; knows nothing of how gradients arise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,27 @@ import jax.numpy as jnp
 from zerojax import _compat
 
 Tree = Any
+Accumulation = Literal["sharded", "deferred"]
 Step = Callable[[Tree, Any, list[Any]], tuple[Any, list[Any], list[Any]]]
+
+
+def accumulation_for(stage: int, asked: Accumulation | None) -> Accumulation:
+    """How a stage sums gradients over microbatches: as asked, else as its memory promises.
+
+    Raises:
+        ValueError: an unknown name, or "sharded" at stage 0, which has no shards.
+
+    >>> [accumulation_for(stage, None) for stage in range(4)]
+    ['deferred', 'deferred', 'sharded', 'sharded']
+    """
+    if asked not in (None, "sharded", "deferred"):
+        raise ValueError(f"accumulation={asked!r}: use 'sharded', 'deferred' or None (by the stage)")
+    if asked == "sharded" and stage == 0:
+        raise ValueError(
+            "accumulation='sharded' keeps 1/N of each gradient, but stage 0 shards nothing: use 'deferred', or a "
+            "stage from 1 to 3"
+        )
+    return asked or ("sharded" if stage >= 2 else "deferred")
 
 
 def microbatches(batch: Tree, count: int) -> Tree:

@@ -3,27 +3,28 @@
 Stages 0 and 1 differentiate the loss on whole parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
 with parameters in stored form, so that each gradient is reduced where it arises; what is differentiated there is the
 *slot* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that carry the reduced gradient out.
-Runs inside `shard_map` over the data axes; knows nothing of batches' specs, loss kinds or accumulation.
+Each can also do as the other does, for gradients that are summed over microbatches. Runs inside `shard_map` over the
+data axes; knows nothing of batches' specs or loss kinds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax import _compat
-from zerojax.collectives import Collectives, identity_gather, plain_collectives
+from zerojax.collectives import Collectives, identity_gather, plain_collectives, unreduced
 from zerojax.gather_on_use import evaluate_plain
 from zerojax.layout import Layout
 from zerojax.mesh import other_axes
 from zerojax.placement import Placement
 from zerojax.quantized_collectives import quantized_gradients, quantized_weights
-from zerojax.secondaries import hoist_secondaries, is_scanned_over
+from zerojax.secondaries import cast_target, hoist_secondaries, is_scanned_over
 from zerojax.stored import Scope, Stored
 
 Tree = Any
@@ -45,9 +46,9 @@ class Backward(NamedTuple):
 
 
 def whole_backward(
-    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any
+    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, each: bool = False
 ) -> Backward:
-    """Stages 0 and 1: whole parameters; partial gradients are whole and not reduced.
+    """Stages 0 and 1: whole parameters.
 
     Args:
         loss_fn: the loss on whole parameters.
@@ -55,9 +56,9 @@ def whole_backward(
         leaves: the parameters.
         batch: an example of what `run` will be given, for its shapes.
         rest: the same.
+        each: whether `run` reduces its gradients, so that they are shards; else they are whole and `finish` does.
     """
-    collectives = layout_collectives(layout)
-    placements = _reduced_whole(loss_fn, layout, batch, rest)
+    reduce_all = _reduction(layout, _reduced_whole(loss_fn, layout, batch, rest))
     trained = [p.trainable for p in layout.leaves]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
@@ -69,25 +70,24 @@ def whole_backward(
         out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
 
         def pullback(cotangent: Any) -> Reduced:
-            grads = iter(vjp(cotangent)[0])
-            return [next(grads) if t else None for t in trained], feedback
+            new = iter(vjp(cotangent)[0])
+            grads = [next(new) if t else None for t in trained]
+            return reduce_all(grads, feedback) if each else (grads, feedback)
 
         return out, pullback
 
-    def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
-        pairs = []
-        for g, lost, p in zip(grads, feedback, placements, strict=True):
-            if g is None or lost is None:
-                pairs.append((None if g is None else collectives.reduce(g, p), lost))
-            else:
-                pairs.append(collectives.reduce_with_feedback(g, lost, p))
-        return [g for g, _ in pairs], [lost for _, lost in pairs]
-
-    return Backward(run, finish)
+    return Backward(run, (lambda grads, feedback: (grads, feedback)) if each else reduce_all)
 
 
 def staged_backward(
-    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, repeated: bool
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    leaves: list[jax.Array],
+    batch: Tree,
+    rest: Any,
+    *,
+    repeated: bool,
+    deferred: bool = False,
 ) -> Backward:
     """Stages 2 and 3: partial gradients of sharded leaves are reduced shards, those of replicated leaves are local.
 
@@ -98,8 +98,8 @@ def staged_backward(
         batch: an example of what `run` will be given, for its shapes.
         rest: the same.
         repeated: whether `run` is called for several microbatches: secondary partitions are then made once, for all.
+        deferred: whether partial gradients stay whole and are reduced by `finish`, in the dtype of the compute.
     """
-    collectives = layout_collectives(layout)
     jaxpr, out_tree = trace(loss_fn, layout, batch, rest)
     outer = layout_scope(layout)
     held: list[Any] = [
@@ -111,22 +111,48 @@ def staged_backward(
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
         def of_slots(slots: list[Any], feedback: list[Any]) -> Any:
-            scope = layout_scope(layout)
-            args = [_entered(*parts, layout, scope) for parts in zip(held, slots, feedback, strict=True)]
+            scope = layout_scope(layout, reduces=not deferred)
+            args = [_entered(*parts, layout, scope, deferred) for parts in zip(held, slots, feedback, strict=True)]
             return out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope))
 
-        slots = [_slot(x, p, layout) for x, p in zip(leaves, layout.leaves, strict=True)]
-        out, vjp = jax.vjp(of_slots, slots, feedback)
-        return out, vjp
+        slots = [_slot(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
+        if not deferred:
+            return jax.vjp(of_slots, slots, feedback)
+        out, vjp = jax.vjp(lambda slots: of_slots(slots, [None] * len(slots)), slots)
+        return out, lambda cotangent: (*vjp(cotangent), feedback)
+
+    if not deferred:
+        replicated = [None if p.is_sharded else p for p in layout.leaves]
+        return Backward(run, _reduction(layout, replicated))
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    wire = [cast_target(inner, var, p.dtype) for var, p in zip(inner.invars, layout.leaves, strict=False)]
+    reduce_all = _reduction(layout, _reduced_whole(loss_fn, layout, batch, rest))
 
     def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
-        reduced = [
-            g if g is None or p.is_sharded else collectives.reduce(g, p)
-            for g, p in zip(grads, layout.leaves, strict=True)
-        ]
-        return reduced, feedback
+        narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
+        reduced, feedback = reduce_all(narrow, feedback)
+        pairs = zip(reduced, grads, strict=True)
+        return [None if g is None else g.astype(whole.dtype) for g, whole in pairs], feedback
 
     return Backward(run, finish)
+
+
+def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callable[[list[Any], list[Any]], Reduced]:
+    """Reduces one whole gradient per leaf under its placement; what has none is left as it is."""
+    collectives = layout_collectives(layout)
+
+    def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
+        pairs = []
+        for g, lost, p in zip(grads, feedback, placements, strict=True):
+            if g is None or p is None:
+                pairs.append((g, lost))
+            elif lost is None:
+                pairs.append((collectives.reduce(g, p), None))
+            else:
+                pairs.append(collectives.reduce_with_feedback(g, lost, p))
+        return [g for g, _ in pairs], [lost for _, lost in pairs]
+
+    return reduce_all
 
 
 def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any) -> Tree:
@@ -160,9 +186,12 @@ def has_secondary(layout: Layout) -> bool:
     return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)
 
 
-def layout_scope(layout: Layout) -> Scope:
-    """A top-level scope for a layout."""
-    return Scope(layout_collectives(layout), min_loop_size=layout.config.min_shard_size)
+def layout_scope(layout: Layout, *, reduces: bool = True) -> Scope:
+    """A top-level scope for a layout; gradients leave it reduced or whole."""
+    collectives = layout_collectives(layout)
+    return Scope(
+        collectives if reduces else unreduced(collectives), min_loop_size=layout.config.min_shard_size
+    )
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:
@@ -170,20 +199,24 @@ def is_stored(placement: Placement, layout: Layout) -> bool:
     return placement.is_sharded and layout.stage >= 2
 
 
-def _slot(x: jax.Array, p: Placement, layout: Layout) -> jax.Array | None:
+def _slot(x: jax.Array, p: Placement, layout: Layout, deferred: bool) -> jax.Array | None:
     if not p.trainable:
         return None
+    if deferred and is_stored(p, layout):
+        return jnp.zeros(p.shape, p.dtype)
     return jnp.zeros(p.shard_shape, p.dtype) if layout.stage == 2 and p.is_sharded else x
 
 
-def _entered(x: Any, slot: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope) -> Any:
+def _entered(
+    x: Any, slot: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope, deferred: bool
+) -> Any:
     """A leaf as the evaluator takes it, under differentiation with respect to its slot and feedback."""
     if not isinstance(x, Stored):
         return x if slot is None else slot
     if x.is_secondary:
         narrow = None if slot is None else slot.astype(x.placement.dtype)
         return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
-    shard = slot if layout.stage >= 3 and slot is not None else x.shard
+    shard = slot if layout.stage >= 3 and slot is not None and not deferred else x.shard
     return scope.enter(shard, slot, x.placement, feedback=feedback)
 
 

@@ -103,6 +103,13 @@ def identity_gather(collectives: Collectives) -> Collectives:
     )
 
 
+def unreduced(collectives: Collectives) -> Collectives:
+    """The same gathers for gradients that stay whole on each device, to be summed and reduced later."""
+    return collectives._replace(
+        reduce=lambda full, placement: full, reduce_bytes=lambda placement, sizes: {}
+    )
+
+
 def within_other_axes(
     fn: Callable[[Any], Any],
     placement: Placement,

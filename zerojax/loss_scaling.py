@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16, and what to do with a step whose loss or gradient is not finite.
+"""Dynamic loss scaling for float16.
 
 A float16 gradient underflows long before it matters (arXiv 1710.03740, section 3.2): the loss is multiplied by a scale
 that doubles after a run of good steps and halves when gradients overflow, and an overflowing step changes nothing. All
@@ -9,12 +9,14 @@ nothing of how gradients arise.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+# Gradients that are zero for good never overflow: their scale would double until it is infinite, and zero times it no
+# number any more.
+LARGEST = 2.0**120
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,10 @@ class DynamicScale:
     Attributes:
         initial: scale of the first step.
         growth_interval: good steps in a row after which the scale doubles.
-        hysteresis: overflows in a row that are needed for the scale to halve; a growth restores the count.
-        floor: smallest scale. An overflow at the floor is still skipped and counted, never ignored.
+        hysteresis: overflows after which the scale halves, and then at each further one; a growth restores the count.
+            They need not follow each other.
+        floor: smallest scale. An overflow there that would halve it cannot be cured: the step stops training, unless it
+            was made with `on_nonfinite="skip"`, which counts it.
 
     >>> DynamicScale().initial
     65536.0
@@ -39,6 +43,26 @@ class DynamicScale:
     def __post_init__(self) -> None:
         if not self.floor > 0 or self.initial < self.floor or self.growth_interval < 1 or self.hysteresis < 1:
             raise ValueError(f"{self}: initial >= floor > 0, growth_interval >= 1 and hysteresis >= 1 are required")
+
+
+# Named profiles. bfloat16 has the exponents of float32: nothing underflows that float32 would keep.
+PROFILES: dict[str, DynamicScale | None] = {"float16": DynamicScale(), "bfloat16": None}
+
+
+def loss_scale_rule(profile: DynamicScale | str | None) -> DynamicScale | None:
+    """The rule of a profile: "float16" scales (2**16 at first, 1000 good steps, hysteresis 2, floor 1), "bfloat16" not.
+
+    Raises:
+        ValueError: an unknown name.
+
+    >>> loss_scale_rule("float16")
+    DynamicScale(initial=65536.0, growth_interval=1000, hysteresis=2, floor=1.0)
+    """
+    if not isinstance(profile, str):
+        return profile
+    if profile not in PROFILES:
+        raise ValueError(f"loss_scale={profile!r}: use {', '.join(map(repr, PROFILES))}, a DynamicScale or None")
+    return PROFILES[profile]
 
 
 class LossScale(NamedTuple):
@@ -83,7 +107,7 @@ def next_loss_scale(state: LossScale, finite: jax.Array, rule: DynamicScale) -> 
     grows = good >= rule.growth_interval
     halves = state.overflows_left <= 1
     after_good = LossScale(
-        jnp.where(grows, state.scale * 2, state.scale),
+        jnp.where(grows, jnp.minimum(state.scale * 2, LARGEST), state.scale),
         jnp.where(grows, 0, good),
         jnp.where(grows, rule.hysteresis, state.overflows_left),
     )
@@ -95,6 +119,11 @@ def next_loss_scale(state: LossScale, finite: jax.Array, rule: DynamicScale) -> 
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after_good, after_overflow)
 
 
-def keep_unless(finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    """The new values where the step was finite, else the old ones, bit for bit."""
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+def is_at_floor(state: LossScale, rule: DynamicScale) -> jax.Array:
+    """Whether one more overflow would have to halve a scale that is the smallest already.
+
+    >>> rule = DynamicScale(initial=1.0, hysteresis=1)
+    >>> bool(is_at_floor(init_loss_scale(rule), rule))
+    True
+    """
+    return (state.scale <= rule.floor) & (state.overflows_left <= 1)

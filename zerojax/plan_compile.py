@@ -15,7 +15,8 @@ from zerojax.compiled_program import CompiledProgram, read_program
 from zerojax.layout import Layout
 from zerojax.optimizer import zero
 from zerojax.plan_models import Subject
-from zerojax.train_step import TrainState, make_train_step
+from zerojax.train_state import TrainState
+from zerojax.train_step import make_train_step
 
 # Saves a third of the compile time; collectives and memory are the same.
 _OPTIONS = {"xla_gpu_autotune_level": "0"}

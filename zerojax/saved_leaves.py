@@ -18,9 +18,12 @@ from zerojax import _compat
 from zerojax.layout import Layout
 from zerojax.optimizer import ZeroState, placements_of_state
 from zerojax.placement import Placement
-from zerojax.train_step import TrainState
+from zerojax.train_state import TrainState
 
 Tree = Any
+
+# Fields of a `TrainState` that the layout's placements do not describe.
+_NOT_OF_LAYOUT = (jax.tree_util.GetAttrKey("feedback"), jax.tree_util.GetAttrKey("model_state"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +89,8 @@ def describe_leaves(tree: Tree, layout: Layout, tx: optax.GradientTransformation
             out.append(_leaf(path, node, None))
             return
         for inner, child in children:
-            if isinstance(node, TrainState) and inner[0] == jax.tree_util.GetAttrKey("feedback"):
-                # Of the parameters' structure, but not of their shapes: its leaves are plain arrays here.
+            if isinstance(node, TrainState) and inner[0] in _NOT_OF_LAYOUT:
+                # Perhaps of the parameters' structure, but not of their shapes: its leaves are plain arrays here.
                 pairs = jax.tree_util.tree_flatten_with_path(child)[0]
                 out.extend(_leaf((*path, *inner, *rest), value, None) for rest, value in pairs)
             else:
@@ -126,6 +129,11 @@ def check_same(leaves: list[SavedLeaf], about: dict[str, Any], target: Any, pref
     extra = [name for name in saved if name not in wanted and name.startswith(start if prefix else "")]
     if about["kind"] == TrainState.__name__:  # feedback of another layout: see _train_state_like
         extra = [name for name in extra if not name.startswith("feedback.")]
+    if extra and not missing and all(name.startswith("model_state.") for name in extra):
+        raise ValueError(
+            f"{target} holds a model state: pass its shapes, like=zerojax.TrainState.create(layout.param_shapes(), tx, "
+            "..., model_state=shapes)"
+        )
     if missing or extra:
         raise ValueError(
             f"{target} is a checkpoint of another model, optimizer or master_dtype ({about['kind']} of stage "

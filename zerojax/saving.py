@@ -25,7 +25,7 @@ from zerojax.layout import Layout
 from zerojax.loss_scaling import DynamicScale
 from zerojax.notices import ZeroNotice
 from zerojax.saved_leaves import SavedLeaf, check_same, describe_leaves, raw
-from zerojax.train_step import TrainState
+from zerojax.train_state import TrainState
 
 Tree = Any
 _FORMAT = 1

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax import _compat
 from zerojax.stored import Scope, Stored
@@ -35,12 +36,18 @@ def hoist_secondaries(jaxpr: Any, inputs: Sequence[Any], scope: Scope) -> list[A
     out: list[Any] = []
     for x, var in zip(inputs, inner.invars, strict=True):
         if isinstance(x, Stored) and not x.is_secondary:
-            dtypes = _cast_targets(inner, var)
-            if len(dtypes) == 1 and (dtype := dtypes.pop()) is not None and dtype.itemsize < x.placement.dtype.itemsize:
+            if (dtype := cast_target(inner, var, x.placement.dtype)) != x.placement.dtype:
                 x = scope.cast(x, dtype)
             x = scope.secondary(x, stack=int(is_scanned_over(inner, var)))
         out.append(x)
     return out
+
+
+def cast_target(jaxpr: Any, var: Any, dtype: np.dtype) -> np.dtype:
+    """The narrower float dtype to which every use of a variable of `dtype` casts it; `dtype` if there is none."""
+    targets = _cast_targets(jaxpr, var) if jnp.issubdtype(dtype, jnp.floating) else set()
+    target = targets.pop() if len(targets) == 1 else None
+    return target if target is not None and target.itemsize < dtype.itemsize else dtype
 
 
 def _cast_targets(jaxpr: Any, var: Any) -> set[Any]:

@@ -1,0 +1,124 @@
+"""One device's part of a loss and its gradient, of one batch or of several microbatches, inside `shard_map`.
+
+Puts together what stands by itself: the backward pass of a stage, the sum over microbatches, the factor of the global
+mean, auxiliary outputs and model state. Knows nothing of PartitionSpecs of parameters or of global arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import batches
+from zerojax.accumulation import Accumulation, accumulate
+from zerojax.accumulation import microbatches as microbatches_of
+from zerojax.backward import Backward, staged_backward, whole_backward
+from zerojax.layout import Layout
+from zerojax.losses import global_loss, seed, zero_cotangent
+from zerojax.model_state import merged_state
+
+Tree = Any
+
+
+class Gradients(NamedTuple):
+    """What one evaluation of the loss and its gradient gives.
+
+    Attributes:
+        loss: the global mean, scalar, the same on every device.
+        weight: the global sum of the weights of a weighted loss, float32 scalar; else None.
+        grads: as `value_and_grad` returns them.
+        aux: auxiliary outputs, or None.
+        feedback: new error feedback, or None.
+        model_state: new model state, the same on every device, or None.
+    """
+
+    loss: jax.Array
+    weight: jax.Array | None
+    grads: Tree
+    aux: Tree
+    feedback: Tree
+    model_state: Tree
+
+
+class LossKind(NamedTuple):
+    """What the loss function returns, and over what its gradient is summed.
+
+    Attributes:
+        has_aux: it returns auxiliary outputs.
+        weighted: it returns (sum, weight) instead of a mean.
+        mutable: it returns a new model state.
+        microbatches: number of pieces of this device's batch.
+        accumulation: how their gradients are summed.
+        aux_specs: PartitionSpecs of the auxiliary outputs.
+    """
+
+    has_aux: bool
+    weighted: bool
+    mutable: bool
+    microbatches: int
+    accumulation: Accumulation
+    aux_specs: Tree
+
+
+def beside_the_loss(out: Any, has_aux: bool, mutable: bool) -> tuple[Any, Any]:
+    """(model state, aux) of a loss function's output, or of its shapes; None for what it does not return."""
+    if has_aux and mutable:
+        if not (isinstance(out[1], tuple) and len(out[1]) == 2):
+            raise ValueError(
+                "make_train_step(has_aux=True, mutable=True): loss_fn must return (loss, (new model state, aux)), but "
+                f"what it returns beside the loss is {jax.tree.structure(out[1])}"
+            )
+        return out[1]
+    return (out[1], None) if mutable else (None, out[1] if has_aux else None)
+
+
+def local_gradients(
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    leaves: list[jax.Array],
+    batch: Tree,
+    rest: Any,
+    feedback: list[Any],
+    scale: Any,
+    kind: LossKind,
+) -> Gradients:
+    """The global loss and this device's part of everything else."""
+    count, more = kind.microbatches, kind.has_aux or kind.mutable
+    example = jax.tree.map(lambda x: x[0], microbatches_of(batch, count)) if count > 1 else batch
+    backward = _backward(loss_fn, layout, leaves, example, rest, kind)
+
+    def step(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        out, pullback = backward.run(batch, rest, feedback)
+        # The factor of the mean is the cotangent of the loss: no pass over the gradients is spent on it.
+        cotangent = seed(out[0] if more else out, kind.weighted, layout, count, scale)
+        return out, *pullback((cotangent, jax.tree.map(zero_cotangent, out[1])) if more else cotangent)
+
+    if count == 1:
+        out, grads, feedback = step(batch, rest, feedback)
+    else:
+        out, grads, feedback = accumulate(step, batch, rest, feedback, count)
+    loss, weight, factor = global_loss(out[0] if more else out, kind.weighted, layout, count)
+    if factor is not None:
+        grads = [None if g is None else g.astype(jnp.promote_types(g.dtype, jnp.float32)) * factor for g in grads]
+    grads = [None if g is None else g.astype(p.dtype) for g, p in zip(grads, layout.leaves, strict=True)]
+    state, aux = beside_the_loss(out, kind.has_aux, kind.mutable)
+    if kind.has_aux:
+        if count > 1:
+            aux = batches.merge_microbatches(aux, kind.aux_specs, layout)
+        aux = batches.average_outputs(aux, kind.aux_specs, layout)
+    grads, feedback = backward.finish(grads, feedback)
+    return Gradients(loss, weight, grads, aux, feedback, merged_state(state, layout, count))
+
+
+def _backward(
+    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], example: Tree, rest: Any, kind: LossKind
+) -> Backward:
+    repeated, deferred = kind.microbatches > 1, kind.accumulation == "deferred"
+    if layout.stage >= 2:
+        return staged_backward(
+            loss_fn, layout, leaves, example, rest, repeated=repeated, deferred=repeated and deferred
+        )
+    return whole_backward(loss_fn, layout, leaves, example, rest, each=repeated and not deferred)
