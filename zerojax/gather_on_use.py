@@ -86,6 +86,8 @@ def _view_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
 def _cast_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     (param,) = inputs
     new = jnp.dtype(eqn.params["new_dtype"])
+    if jnp.issubdtype(param.aval.dtype, jnp.integer) and jnp.issubdtype(new, jnp.floating):
+        return [param.viewed(Cast(new))]  # a frozen quantised weight: gathered as it is, also in the backward pass
     if not jnp.issubdtype(new, jnp.inexact) or not jnp.issubdtype(param.aval.dtype, jnp.inexact):
         return _use_rule(eqn, inputs, scope)
     held = jnp.dtype(param.placement.dtype)
