@@ -57,20 +57,24 @@ def test_what_becomes_of_a_step(manner, loss, grads, at_floor, stopped, keeps, c
     assert bool(after.keeps_old) == bool(stopped)  # and so does everything else
 
 
+# Stage 1 alone, and ZeRO++ with all that it carries from step to step.
+CONFIGS = [{"stage": 1}, {"quantize_weights": "int8", "quantize_gradients": ("int8", "int4"), "error_feedback": True}]
+
+
 @pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")
-@pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 3, "quantize_gradients": ("int8", "int4")}])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_raising_in_bfloat16_loses_nothing_and_names_the_step_and_the_reason(config):
     layout, tx, state = prepare(jnp.bfloat16, min_quantize_size=0, **config)
     step = zerojax.make_train_step(loss_fn, tx, layout, on_nonfinite="raise")
     state, first = step(state, batch_of(0))
-    before = bits((state.params, state.opt_state))
+    before = bits((state.params, state.opt_state, state.feedback))
     state, failed = step(state, batch_of(1, root=0.0))  # one example, on one device
     state, _ = step(state, batch_of(2))  # in flight already when the host could know
     with pytest.raises(zerojax.NonFiniteError, match=r"^step 1: the gradient was not finite\. .* state\.resumed"):
         step(state, batch_of(3))
     with pytest.raises(zerojax.NonFiniteError, match="step 1"):
         state.check()
-    assert bits((state.params, state.opt_state)) == before
+    assert bits((state.params, state.opt_state, state.feedback)) == before
     assert (int(state.step), int(state.nonfinite.grad_steps), int(state.nonfinite.loss_steps)) == (1, 1, 0)
     # The metrics of earlier steps were not taken over by later ones.
     assert (int(first["stopped"]), int(failed["stopped"]), int(failed["skipped"])) == (0, GRADIENTS, 0)
