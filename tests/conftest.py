@@ -4,7 +4,7 @@ An environment that already says what to run on is left alone, so that the suite
 devices wait for each other inside XLA's thread pool, which has one thread per device or core: with several independent
 collectives in flight it can run out of threads and stop for good, so the pool is made larger (XLA reads NPROC). And it
 may run such collectives in another order on each device, which mixes their values or stops them for good: XLA's other
-scheduler keeps one order.
+scheduler keeps one order. Programs this small run as fast unoptimised: most of the time would go into optimising them.
 """
 
 import importlib.util
@@ -12,10 +12,19 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "32")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-if "xla_cpu_enable_concurrency_optimized_scheduler" not in os.environ["XLA_FLAGS"]:
-    os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+os.environ["XLA_FLAGS"] = " ".join([
+    os.environ.get("XLA_FLAGS", ""),
+    *(
+        f"--{flag}={value}"
+        for flag, value in (
+            ("xla_force_host_platform_device_count", 8),
+            ("xla_cpu_enable_concurrency_optimized_scheduler", "false"),
+            ("xla_backend_optimization_level", 0),
+            ("xla_llvm_disable_expensive_passes", "true"),
+        )
+        if flag not in os.environ.get("XLA_FLAGS", "")
+    ),
+]).strip()  # fmt: skip
 
 import numpy as np
 import pytest

@@ -27,8 +27,12 @@ LAYERS, WIDTH, TOKENS, LENGTH = 6, 1152, 6144, 512
 LARGE = ("qkv", "out", "up", "down")
 # Anything this large is a weight or an activation: a norm scale of one layer has 2 KiB, the smallest weight 2 MiB.
 SIZEABLE = 64 * 1024
-# JAX 0.12 neither delays reductions by default nor knows the option.
-MAY_DELAY = jax.__version_info__ < (0, 12)
+# Keeps the compiler from moving the reduction of a layer's gradients into the next layer's backward pass.
+PROMPTLY: dict[str, Any] = (
+    {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF"}
+    if jax.__version_info__ >= (0, 11)
+    else {"xla_gpu_enable_pipelined_reduce_scatter": False}
+)
 
 
 def shapes(layers: int, width: int) -> dict[str, Any]:
@@ -88,8 +92,7 @@ def compiled(
     params = layout.param_shapes()
     state = tx.init(params)
     batch = {k: jax.ShapeDtypeStruct((2 * mesh.size, LENGTH), jnp.int32, sharding=over_batch) for k in "xy"}
-    compiler_options = {} if delayed or not MAY_DELAY else {"xla_gpu_enable_pipelined_reduce_scatter": False}
-    program = read_program(step.lower(params, state, batch).compile(compiler_options), mesh)
+    program = read_program(step.lower(params, state, batch).compile({} if delayed else PROMPTLY), mesh)
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
     return Compiled(program, layout, held)
 
@@ -192,7 +195,6 @@ def test_memory_is_not_above_that_of_the_annotated_version(remat):
     assert ours.program.memory.temp <= 1.05 * theirs.program.memory.temp
 
 
-@pytest.mark.skipif(not MAY_DELAY, reason="the compiler of JAX 0.12 delays no reduction")
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_delayed_reduction_holds_the_gradients_of_two_layers_at_most(remat):
     """Whatever the number of layers. The compiler trades it for overlap with the next layer's backward pass; it does
