@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("backward",),
     ("local_gradients",),
     ("gradients",),
-    ("master_weights",),
+    ("master_weights", "update_checks"),
     ("optimizer",),
     ("train_state",),
     ("train_step",),

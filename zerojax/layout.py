@@ -108,7 +108,7 @@ class Layout:
         self.check(params, stored=False)
 
         def put(x: Any, placement: Placement) -> jax.Array:
-            x = _strong(x)
+            x = strong(x)
             if self.stage >= 3 and placement.padding:
                 x = np.asarray(x) if not isinstance(x, jax.Array) else x
                 x = pad(x, placement)
@@ -158,7 +158,7 @@ class Layout:
         self.check(jax.eval_shape(init_fn, *args), stored=False)
 
         def build(*args: Any) -> list[jax.Array]:
-            leaves = [_strong(x) for x in self._flatten(init_fn(*args))]
+            leaves = [strong(x) for x in self._flatten(init_fn(*args))]
             return [pad(x, p) if self.stage >= 3 else x for x, p in zip(leaves, self.leaves, strict=True)]
 
         shardings = [self.param_sharding(p) for p in self.leaves]
@@ -265,7 +265,7 @@ class Layout:
         return self._unflatten([fn(x, p) for x, p in zip(self._flatten(tree), self.leaves, strict=True)])
 
 
-def _strong(x: Any) -> Any:
+def strong(x: Any) -> Any:
     """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import _compat
-from zerojax.layout import Layout
+from zerojax.layout import Layout, strong
 from zerojax.placement import Placement, pad, unpad
 from zerojax.state_sharding import has_master, master_dtype
 
@@ -96,10 +96,24 @@ def leave(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     return _constrain(unpad(x, p), p, layout)
 
 
+def logical_arguments(extra: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Further arguments of an update; those of the parameters' structure and shapes become logical, like gradients."""
+
+    def logical(value: Any) -> Any:
+        if jax.tree.structure(value) != layout.treedef:
+            return value
+        pairs = list(zip(jax.tree.leaves(value), layout.leaves, strict=True))
+        if any(jnp.shape(x) not in (p.shape, p.padded_shape) for x, p in pairs):
+            return value
+        return layout.treedef.unflatten([leave(x, p, layout) for x, p in pairs])
+
+    return {name: logical(value) for name, value in extra.items()}
+
+
 def enter_state(state: Tree, of_state: Tree, layout: Layout) -> list[jax.Array]:
     """The leaves of a state of logical shapes in stored form."""
     leaves = jax.tree.leaves(state)
-    return [hold(x, p, layout) for x, p in zip(leaves, jax.tree.leaves(of_state), strict=True)]
+    return [hold(strong(x), p, layout) for x, p in zip(leaves, jax.tree.leaves(of_state), strict=True)]
 
 
 def hold(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:

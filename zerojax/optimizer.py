@@ -26,6 +26,7 @@ from zerojax.master_weights import (
     finish_update,
     hold,
     leave,
+    logical_arguments,
     master_pairs,
     masters_of,
     optimized,
@@ -35,6 +36,7 @@ from zerojax.master_weights import (
 from zerojax.mesh import automatic
 from zerojax.placement import Placement
 from zerojax.state_sharding import has_master, master_dtype, state_placements, trained_tree
+from zerojax.update_checks import check_new_state, check_same_optimizer, check_updates, like_params
 
 Tree = Any
 
@@ -140,7 +142,9 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             old = None if param_leaves is None else layout.treedef.unflatten(param_leaves)
             seen = None if old is None else trained_tree(layout, optimized(old, masters, layout))
             inner = jax.tree.map(lambda x, p: leave(x, p, layout), state.inner, of_state)
-            updates, new_inner = wrapped.update(grads, inner, seen, **extra, **static)
+            updates, new_inner = wrapped.update(grads, inner, seen, **logical_arguments(extra, layout), **static)
+            check_updates(updates, layout)
+            check_new_state(new_inner, of_state)
             updates, new_masters = finish_update(updates, masters, param_leaves, layout)
             return (
                 updates,
@@ -163,16 +167,12 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     def update(grads: Tree, state: ZeroState, params: Tree | None = None, **extra: Any) -> tuple[Tree, ZeroState]:
         _check_state(state, layout_id, layout)
         of_state = placements()
-        if jax.tree.structure(state.inner) != jax.tree.structure(of_state):
-            raise ValueError(
-                "the optimizer state is of another optimizer than the one wrapped here (the structures of their states "
-                "differ); create it with zero(tx, layout).init(params) of this optimizer"
-            )
+        check_same_optimizer(state.inner, of_state)
         if params is None and state.master is not None and any(has_master(p, layout) for p in layout.leaves):
             raise ValueError("zero(...).update needs params (third argument) when there are master weights")
         if params is not None:
             layout.check(params, stored=True)
-        layout.check(_like_params(grads, layout), stored=None, what="grads")
+        layout.check(like_params(grads, layout), stored=None, what="grads")
         param_leaves = None if params is None else jax.tree.leaves(params)
 
         grad_leaves = layout.leaves_of(grads)
@@ -231,17 +231,6 @@ def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState
     inner = jax.tree.map(lambda p: shape(p, p.dtype), of_state)
     masters = [shape(p, master_dtype(p, layout)) for p in layout.leaves if has_master(p, layout)]
     return ZeroState(inner, spread_masters(masters, layout), layout_id)
-
-
-def _like_params(grads: Tree, layout: Layout) -> Tree:
-    """Gradients with a stand-in for each leaf that is not trained, whose gradient may be absent."""
-    try:
-        leaves = layout.leaves_of(grads)
-    except ValueError:
-        return grads  # the structure check names the difference
-    full = [jax.ShapeDtypeStruct(p.shape, p.dtype) if not p.trainable else g
-            for g, p in zip(leaves, layout.leaves, strict=True)]  # fmt: skip
-    return layout.treedef.unflatten(full)
 
 
 def _check_state(state: Any, layout_id: str, layout: Layout) -> None:

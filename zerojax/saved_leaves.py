@@ -49,8 +49,10 @@ class SavedLeaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape: without padding."""
-        return tuple(self.placement.shape if self.placement else jnp.shape(raw(self.value)))
+        """Logical shape: without padding; of PRNG keys that of the integers they are made of."""
+        if _compat.is_prng_key(self.value):
+            return tuple(raw(self.value).shape)
+        return tuple(self.placement.shape if self.placement else jnp.shape(self.value))
 
     @property
     def dtype(self) -> str:

@@ -198,7 +198,11 @@ def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
 
 
 def _again(value: jax.Array, like: Any) -> jax.Array:
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _compat.is_prng_key(like) else value
+    if not _compat.is_prng_key(like):
+        return value
+    kind: list[Any] = []  # of keys that may be shapes only: asked under a trace
+    jax.eval_shape(lambda keys: kind.append(jax.random.key_impl(keys)), like)
+    return jax.random.wrap_key_data(value, impl=kind[0])
 
 
 def _nested(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:

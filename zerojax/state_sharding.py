@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax import _compat
 from zerojax.layout import Layout
 from zerojax.mesh import wide_axes
 from zerojax.placement import Placement, place
@@ -76,6 +77,10 @@ def _place_leaf(
     path: tuple[Any, ...], leaf: Any, owners: dict[tuple[Any, ...], Placement], layout: Layout
 ) -> Placement:
     name = jax.tree_util.keystr(path)
+    if _compat.is_prng_key(leaf):  # noise of the optimizer: the same draws on every device, each keeping its part
+        shape = tuple(leaf.shape)
+        axes = wide_axes(layout.mesh, layout.config.axes)
+        return Placement(name, shape, leaf.dtype, None, axes, layout.num_shards, 0, "PRNG keys", (None,) * len(shape))
     for start in range(len(path) + 1):
         owner = owners.get(tuple(path[start:]))
         if owner is not None and owner.shape == tuple(leaf.shape):

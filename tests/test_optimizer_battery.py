@@ -1,0 +1,127 @@
+"""Every transformation of optax and optax.contrib: sharded it is the unsharded one, or it is refused with a reason.
+
+The loss is a sum of squares, so that its gradient costs no compilation to speak of; a matrix, a vector and a scalar
+need padding on three devices, the vector on eight too. The steps that zerojax.value_and_grad makes, and the optimizer
+alone, are in test_optimizers.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import optax_factories as table
+import pytest
+
+import zerojax
+
+STEPS = 3
+# Both sides do the same float32 operations (roundoff 6e-8) in another order. What amplifies most is 1 - 0.999^t, of
+# which the first step keeps 1/1000: 6e-5 of an update. Three updates of a rate of 0.05, of parameters larger than 1.
+FLOAT32 = 1e-5
+# Five matrix polynomials in a row, as in test_optimizers.
+TOLERANCE = {"contrib.muon": 5e-4, "contrib.scale_by_muon": 5e-4}
+# All on two axes at stage 3; those whose states are unlike each other also where the matrix is padded, and at stage 1.
+UNLIKE = ["adamw", "adafactor", "lamb", "noisy_sgd", "flatten", "contrib.muon", "contrib.galore", "lookahead"]
+CASES = [(name, "2x4", 3) for name in table.TRANSFORMATIONS] + [(n, "1x3", stage) for n in UNLIKE for stage in (1, 3)]
+
+
+@functools.cache
+def problem(name: str) -> tuple[Any, Any, Any]:
+    """Parameters, the point where the loss is least, and the curvature there."""
+    shapes = {"matrix": (5, 8), "vector": (7,), "scalar": ()}
+    if name in table.NO_SCALARS:
+        del shapes["scalar"]
+
+    def draw(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 3)
+        return {n: jax.random.normal(k, s) for (n, s), k in zip(shapes.items(), keys, strict=False)}
+
+    params, goal, curve = map(draw, jax.random.split(jax.random.key(5), 3))
+    curve = jax.tree.map(lambda c: 0.5 + c * c, curve)
+    if name == "lookahead":
+        params, goal, curve = (optax.LookaheadParams.init_synced(x) for x in (params, goal, curve))
+    return params, goal, curve
+
+
+def loss_fn(params, goal, curve):
+    if isinstance(params, optax.LookaheadParams):
+        params, goal, curve = params.fast, goal.fast, curve.fast
+    terms = jax.tree.map(lambda p, g, c: 0.5 * jnp.sum(c * (p - g) ** 2), params, goal, curve)
+    return sum(jax.tree.leaves(terms))
+
+
+def take_step(name, tx, params, state, data, logical):
+    """One update; `logical` is what the loss is made of where the optimizer calls it."""
+    value, grads = jax.value_and_grad(loss_fn)(params, *data)
+
+    def again(p):
+        return loss_fn(p, *logical)
+
+    known = {"value": value, "grad": grads, "value_fn": again, "obj_fn": again}
+    asked = table.ASK_FOR_THE_LOSS[name][1].split() if name in table.ASK_FOR_THE_LOSS else ()
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **{k: known[k] for k in asked})
+    return optax.apply_updates(params, updates), state
+
+
+@functools.cache
+def oracle(name):
+    tx, (params, *data) = table.TRANSFORMATIONS[name](), problem(name)
+    state = tx.init(params)
+    for _ in range(STEPS):
+        params, state = take_step(name, tx, params, state, data, data)
+    return params, state
+
+
+def logical_part(x, like):
+    return np.asarray(x)[tuple(slice(0, n) for n in like.shape)]
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|Specifying a key)")
+@pytest.mark.parametrize(("name", "mesh", "stage"), CASES)
+def test_sharded_equals_unsharded_in_one_compilation_with_shardings_that_stay(name, mesh, stage):
+    params, *data = problem(name)
+    layout = models.make_layout(params, mesh, stage)
+    tx = zerojax.zero(table.TRANSFORMATIONS[name](), layout)
+    stored = [layout.shard(x) for x in data]
+    sharded = layout.shard(params)
+    state = tx.init(sharded)
+    born = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), (sharded, state))
+    step = jax.jit(
+        lambda params, state, *stored: take_step(name, tx, params, state, stored, data),
+        compiler_options=models.QUICKLY,
+    )
+    for _ in range(STEPS):
+        sharded, state = step(sharded, state, *stored)
+    assert step._cache_size() == 1, "one compilation over all steps"
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), (sharded, state)) == born
+    # No device holds a whole matrix of the state.
+    assert all(x.ndim < 2 or 0 in x.shape or models.largest_shard(x) < x.nbytes for x in jax.tree.leaves(state))
+    want, want_state = oracle(name)
+    got = jax.tree.map(logical_part, sharded, want)
+    assert models.largest_error(got, want) < TOLERANCE.get(name, FLOAT32)
+    assert jax.tree.structure(state.inner) == jax.tree.structure(want_state)
+
+
+@pytest.mark.filterwarnings("ignore:.*(deprecated|Specifying a key)")
+@pytest.mark.parametrize("name", table.REFUSED)
+def test_what_cannot_be_sharded_is_refused_with_the_reason(name):
+    make, reason = table.REFUSED[name]
+    params = problem(name)[0]
+    layout = models.make_layout(params, "2x4", 3)
+    tx = zerojax.zero(make(), layout)
+    stored = layout.shard(params)
+    with pytest.raises(ValueError, match=reason):
+        tx.update(stored, tx.init(stored), stored)
+
+
+def test_the_tables_name_every_factory_once():
+    listed = [*table.TRANSFORMATIONS, *table.REFUSED, *table.NO_FACTORIES]
+    assert len(listed) == len(set(listed))
+    found = table.found_factories() | set(table.FACTORIES_OF_FACTORIES)
+    assert not found - set(listed), "give each new one a line in optax_factories, with its arguments or a refusal"
+    assert not set(listed) - found, "optax has these no more"
+    assert len(table.TRANSFORMATIONS) > 100
