@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("local_gradients",),
     ("gradients",),
     ("master_weights", "update_checks"),
+    ("whole_matrices",),
     ("optimizer",),
     ("train_state",),
     ("train_step",),

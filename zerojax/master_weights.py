@@ -53,7 +53,7 @@ def finish_update(
 def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     if layout.stage >= 3:
         return _constrain(pad(x, p), p, layout)
-    return jax.lax.with_sharding_constraint(x, _automatic_sharding(layout.full_sharding(p))) if layout.stage else x
+    return jax.lax.with_sharding_constraint(x, automatic_sharding(layout.full_sharding(p))) if layout.stage else x
 
 
 def optimized(params: Tree, masters: list[Any], layout: Layout) -> Tree:
@@ -122,7 +122,7 @@ def hold(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
 
 
 def _constrain(x: Any, p: Placement, layout: Layout) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, _automatic_sharding(state_sharding_of(p, layout)))
+    return jax.lax.with_sharding_constraint(x, automatic_sharding(state_sharding_of(p, layout)))
 
 
 def state_sharding_of(p: Placement, layout: Layout) -> NamedSharding:
@@ -130,7 +130,7 @@ def state_sharding_of(p: Placement, layout: Layout) -> NamedSharding:
     return layout.shard_sharding(p) if layout.stage >= 1 else layout.full_sharding(p)
 
 
-def _automatic_sharding(sharding: NamedSharding) -> NamedSharding:
+def automatic_sharding(sharding: NamedSharding) -> NamedSharding:
     """The sharding as a constraint inside `automatic`, which may name only axes that the compiler manages."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "a layout's shardings name real devices"

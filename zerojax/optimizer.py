@@ -37,6 +37,7 @@ from zerojax.mesh import automatic
 from zerojax.placement import Placement
 from zerojax.state_sharding import has_master, master_dtype, state_placements, trained_tree
 from zerojax.update_checks import check_new_state, check_same_optimizer, check_updates, like_params
+from zerojax.whole_matrices import with_whole_matrices
 
 Tree = Any
 
@@ -78,7 +79,8 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     """Shards the state of an optax transformation according to a layout (ZeRO stages 1 to 3).
 
     Args:
-        tx: any optax transformation.
+        tx: any optax transformation. Matrix products in it (Muon, GaLore) work on whole matrices: see
+            `zerojax.whole_matrices`.
         layout: the layout of the parameters.
 
     Returns:
@@ -89,7 +91,8 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         all-gathered, in the dtype of the parameters where there is a master copy. At stage 0 nothing is sharded.
 
     Raises:
-        ValueError: parameters, gradients or a state that are not of this layout.
+        ValueError: parameters, gradients or a state that are not of this layout; a transformation that does not map
+            gradients to updates, or whose state changes its shapes.
 
     >>> import jax.numpy as jnp
     >>> import zerojax
@@ -142,7 +145,13 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             old = None if param_leaves is None else layout.treedef.unflatten(param_leaves)
             seen = None if old is None else trained_tree(layout, optimized(old, masters, layout))
             inner = jax.tree.map(lambda x, p: leave(x, p, layout), state.inner, of_state)
-            updates, new_inner = wrapped.update(grads, inner, seen, **logical_arguments(extra, layout), **static)
+            logical = logical_arguments(extra, layout)
+            if static or layout.stage == 0 or layout.num_shards == 1:
+                updates, new_inner = wrapped.update(grads, inner, seen, **logical, **static)
+            else:  # a function among the arguments may hold the model's own matrix products
+                args = (grads, inner, seen, logical)
+                moved = with_whole_matrices(lambda g, s, p, e: wrapped.update(g, s, p, **e), layout)
+                updates, new_inner = moved(_specs_of(args, of_state, layout), *args)
             check_updates(updates, layout)
             check_new_state(new_inner, of_state)
             updates, new_masters = finish_update(updates, masters, param_leaves, layout)
@@ -221,6 +230,18 @@ def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> Zer
     if any(isinstance(x, ZeroState) for x in jax.tree.leaves(inside, is_leaf=lambda x: isinstance(x, ZeroState))):
         raise ValueError("zerojax.zero must be outermost: zero(optax.chain(...), layout), not zero inside a chain")
     return zero(tx, layout).state_placements()
+
+
+def _specs_of(args: tuple[Any, ...], of_state: Tree, layout: Layout) -> list[PartitionSpec | None]:
+    """The specs of the leaves of an update's arguments that are split: gradients, state and parameters, no others."""
+    _, _, params, extra = args
+
+    def specs(placements: list[Placement]) -> list[PartitionSpec | None]:
+        return [p.full_spec if p.is_sharded else None for p in placements]
+
+    trained = specs([p for p in layout.leaves if p.trainable])
+    others = [None] * len(jax.tree.leaves(extra))
+    return [*trained, *specs(jax.tree.leaves(of_state)), *(trained if params is not None else ()), *others]
 
 
 def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState:
