@@ -6,6 +6,7 @@ from zerojax.gather_on_use import GatherWarning
 from zerojax.gradients import apply, value_and_grad
 from zerojax.layout import Layout
 from zerojax.loss_scaling import DynamicScale, LossScale
+from zerojax.low_precision_moments import low_precision_adamw, scale_by_low_precision_adam
 from zerojax.mesh import make_mesh
 from zerojax.nonfinite import NonFinite, NonFiniteError
 from zerojax.notices import ZeroNotice
@@ -36,12 +37,14 @@ __all__ = [
     "apply",
     "checkpoint",
     "init_feedback",
+    "low_precision_adamw",
     "make_mesh",
     "make_train_step",
     "partition",
     "plan",
     "restore",
     "save",
+    "scale_by_low_precision_adam",
     "value_and_grad",
     "zero",
 ]

@@ -8,6 +8,7 @@ have other dims than their parameter. Knows nothing of how a particular optimize
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 
 from zerojax import _compat
 from zerojax.layout import Layout
+from zerojax.low_precision_moments import BlockMoment
 from zerojax.mesh import wide_axes
+from zerojax.notices import ZeroNotice
 from zerojax.placement import Placement, place
 
 Tree = Any
@@ -37,9 +40,17 @@ def state_placements(init: Callable[[Tree], Tree], layout: Layout) -> Tree:
     (0, 'scalar')
     """
     shapes = jax.eval_shape(init, trained_tree(layout, master_shapes(layout)))
-    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        shapes, is_leaf=lambda x: isinstance(x, BlockMoment)
+    )
     owners = _owners(layout)
-    return treedef.unflatten([_place_leaf(path, leaf, owners, layout) for path, leaf in paths_and_leaves])
+
+    def placed(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, BlockMoment):
+            return _place_blocks(path, leaf, _owner(path, owners), layout)
+        return _place_leaf(path, leaf, owners, layout)
+
+    return treedef.unflatten([placed(path, leaf) for path, leaf in paths_and_leaves])
 
 
 def master_shapes(layout: Layout) -> Tree:
@@ -88,6 +99,10 @@ def _place_leaf(
                 name, owner.shape, jnp.dtype(leaf.dtype), owner.dim, owner.axes, owner.num_shards, owner.padding,
                 f"like params{owner.path}" if owner.is_sharded else owner.reason, owner.spec,
             )  # fmt: skip
+    return _place_by_shape(name, leaf, layout)
+
+
+def _place_by_shape(name: str, leaf: Any, layout: Layout) -> Placement:
     return place(
         name,
         tuple(leaf.shape),
@@ -95,4 +110,46 @@ def _place_leaf(
         axes=wide_axes(layout.mesh, layout.config.axes),
         num_shards=layout.num_shards,
         min_shard_size=max(layout.config.min_shard_size, 2),
+    )
+
+
+def _owner(path: tuple[Any, ...], owners: dict[tuple[Any, ...], Placement]) -> Placement:
+    found = [owners[tuple(path[start:])] for start in range(len(path) + 1) if tuple(path[start:]) in owners]
+    assert found, f"{jax.tree_util.keystr(path)} is a moment of no parameter"
+    return found[0]
+
+
+def _place_blocks(path: tuple[Any, ...], moment: BlockMoment, owner: Placement, layout: Layout) -> BlockMoment:
+    """Levels and scales with the shard of the parameter that they belong to."""
+    name, size = jax.tree_util.keystr(path), moment.qvalue.shape[-1]
+    others = tuple(d for d in range(len(owner.shape)) if d != moment.dim)
+    whole = moment.extent % size == 0
+    blocks = owner.spec[moment.dim] if whole else None
+    spec, dim, padding = (*(owner.spec[d] for d in others), blocks), None, 0
+    aligned = whole and (moment.extent // size) % owner.num_shards == 0
+    if owner.dim == moment.dim and not aligned:
+        warnings.warn(
+            f"{name}: blocks of {size} lie along dim {moment.dim} of params{owner.path} {owner.shape}, which is split "
+            f"into {owner.num_shards} shards that do not hold whole blocks: each update moves these moments. Another "
+            "block_size, or another dim that divides by the number of devices, avoids it",
+            ZeroNotice,
+            stacklevel=2,
+        )
+        return BlockMoment(
+            _place_by_shape(f"{name}.qvalue", moment.qvalue, layout),
+            _place_by_shape(f"{name}.scale", moment.scale, layout),
+            moment.dim, moment.extent,
+        )  # fmt: skip
+    if owner.dim is not None:
+        dim, padding = (len(others), 0) if owner.dim == moment.dim else (others.index(owner.dim), owner.padding)
+
+    def like_owner(part: str, leaf: Any, more: tuple[None, ...]) -> Placement:
+        reason = f"like params{owner.path}" if owner.is_sharded else owner.reason
+        return Placement(
+            f"{name}.{part}", tuple(leaf.shape), jnp.dtype(leaf.dtype), dim, owner.axes, owner.num_shards, padding,
+            reason, (*spec, *more),
+        )  # fmt: skip
+
+    return BlockMoment(
+        like_owner("qvalue", moment.qvalue, (None,)), like_owner("scale", moment.scale, ()), moment.dim, moment.extent
     )
