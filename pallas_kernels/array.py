@@ -105,6 +105,10 @@ class BlockFormat:
         scale_bits = 8 / self.block_size + 16 / TILE if self.tiled else 16 / self.block_size
         return self.bits + scale_bits
 
+    def rotates_like(self, other: BlockFormat) -> bool:
+        """Whether values rotated for one format are rotated for the other."""
+        return self.rotate == other.rotate and (self.rotate is None or self.block_size == other.block_size)
+
     def padded_size(self, size: int) -> int:
         """Elements stored for a slice of ``size`` elements: whole blocks, or whole tiles where tiles have a scale."""
         unit = TILE if self.tiled else self.block_size

@@ -136,14 +136,12 @@ def model(op: Op, implementation: str, gpu: str) -> str:
     call = lambda *arrays: op.function(*jax.tree.unflatten(tree, arrays), implementation=implementation)  # noqa: E731
     with sass.dumping() as place:
         compiled = absent_gpu.compile_for(call, arrays, gpu)
-        codes = sass.read(place, max(0, math.ceil(COUNT / 4) - 1))
+        codes = sass.read(place, op.plan.programs.trips if op.plan and op.plan.programs else 1)
     total, kernels = moved_bytes(compiled.as_text())
     memory = total / facts.bandwidth
     cells = [f"{ideal / 1e6:9.1f}", f"{total / 1e6:9.1f}", f"{total / ideal:5.2f}", f"{kernels:3d}"]
     if codes and codes[0].instructions is not None:
-        plan = op.plan.run.keywords
-        chunk = (plan.get("geometry") or plan.get("call")).chunk
-        per_element = codes[0].instructions_per_element(math.prod(chunk.dims)) or 0.0
+        per_element = codes[0].instructions_per_element(op.plan.programs) or 0.0
         issue = per_element * op.elements / sass.ISSUE_LANES / facts.cores / (facts.sustained_ghz * 1e9)
         bound = "issue" if issue > memory else "memory"
         return "  ".join([*cells, f"{max(memory, issue) * 1e6:9.1f}", f"{bound} ({per_element:.1f} instr/elem)"])

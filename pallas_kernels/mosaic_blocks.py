@@ -20,7 +20,8 @@ from jax import lax
 
 from pallas_kernels import _compat, numerics
 from pallas_kernels.array import BlockFormat
-from pallas_kernels.mosaic_layout import flat_index, layout, reduced, spread
+from pallas_kernels.mosaic_layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
+from pallas_kernels.mosaic_rotate import Stage, rotate_parts, stages
 
 
 def num_parts(fmt: BlockFormat, stochastic: bool) -> int:
@@ -60,6 +61,61 @@ class Chunk:
     def row_layout(self) -> Any:
         """Register layout of one number per block."""
         return reduced(self.part_layout, (len(self.dims) - 1,))
+
+    def rotated(
+        self,
+        parts: list[jax.Array],
+        interpret: bool,
+        source: BlockFormat | None = None,
+        factor: float = 1.0,
+        before_addition: bool = True,
+    ) -> list[jax.Array]:
+        """The parts rotated as ``source`` (default: the format written) says, see `rotate_parts`."""
+        plan = self.stages(source or self.fmt)
+        assert plan is not None, "make_chunk keeps rotations within warps"
+        return rotate_parts(parts, self.part_dims, self.vec, plan, factor, before_addition, interpret)
+
+    def sharing(self, fmt: BlockFormat, row_dims: int) -> dict[int, int]:
+        """Lanes that hold the same scale, by its bytes; a block of ``fmt`` is one row of the first dims."""
+        _, lanes = split_threads(self.part_dims, self.vec)
+        block, tile = math.prod(lanes[row_dims:]), math.prod(lanes[1:])
+        return {1: block, 2: tile} if fmt.tiled else {2: block}
+
+    def stages(self, source: BlockFormat) -> tuple[Stage, ...] | None:
+        """The stages of the rotation of a format, none without one; None if they would cross warps."""
+        if source.rotate is None:
+            return ()
+        return stages(self.part_dims, self.vec, self.num_parts, source.block_size, source.rotate)
+
+
+def make_chunk(
+    fmt: BlockFormat, rows: int, inner: tuple[int, ...], vec: int, num_parts: int, elements: int, *rotated: BlockFormat
+) -> Chunk | None:
+    """The share of one program, of about ``elements`` elements.
+
+    Args:
+        fmt: the format written.
+        rows: rows there are.
+        inner: the other dims, the block innermost.
+        vec: consecutive elements of a lane.
+        num_parts: pieces a block is held in.
+        elements: wanted elements.
+        *rotated: formats whose rotations take place in the chunk.
+
+    Returns:
+        The chunk, or None if the rows are too few for 128 threads.
+    """
+    strides = (*(math.prod(inner[d:]) for d in range(len(inner))), 1)
+    part = (*inner[:-1], inner[-1] // num_parts)
+    # One row a program would be reduced across warps, which JAX 0.10 cannot compile here.
+    for least in (2, WARPS):
+        taken = chunk_rows(rows, part, vec, elements // num_parts, least)
+        if taken is None:
+            return None
+        chunk = Chunk(fmt, (taken, *inner), vec, strides, num_parts)
+        if all(chunk.stages(each) is not None for each in rotated):
+            return chunk
+    return None
 
 
 STORED = ("qvalue", "scale", "tile_scale")
@@ -120,8 +176,12 @@ def cut(ref: Any, pieces: int) -> list[Any]:
     return [ref.at[(*[slice(None)] * len(dims), pl.ds(i * width, width))] for i in range(pieces)]
 
 
-def scales(parts: list[jax.Array], chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """``(effective, finite mask, stored scale, stored tile scale)`` of each block; the mask is an int32 of all ones.
+def scales(
+    parts: list[jax.Array], chunk: Chunk
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """``(magnitude, effective, finite mask, stored scale, stored tile scale)`` of each block.
+
+    The mask is an int32 of all ones, or zero.
 
     The stored scale is float32 (bfloat16 exactly, NaN for a non-finite block) or an int32 float8 code.
     """
@@ -135,15 +195,16 @@ def scales(parts: list[jax.Array], chunk: Chunk) -> tuple[jax.Array, jax.Array, 
     needed = numerics.needed_scale(magnitude, fmt.qmax)
     if not fmt.tiled:
         effective = numerics.round_scale(needed, fmt.qmax)
-        return effective, mask, jnp.where(finite, effective, np.float32(np.nan)), None
+        return magnitude, effective, mask, jnp.where(finite, effective, np.float32(np.nan)), None
     largest_needed = needed
     for axis in range(rank - 2, 0, -1):
         largest_needed = jnp.max(largest_needed, axis=axis)
     tile = numerics.round_tile_scale(largest_needed, fmt.qmax)
     wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
-    code = numerics.e4m3_code(needed, wide, magnitude)
+    inverse = spread(numerics.tile_inverse(tile), chunk.dims[:-1], chunk.row_layout)
+    code = numerics.e4m3_code(needed, inverse, magnitude)
     value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
-    return wide * value, mask, code, tile
+    return magnitude, wide * value, mask, code, tile
 
 
 def store_quantized(
@@ -153,25 +214,27 @@ def store_quantized(
     hashed_seed: jax.Array | None,
     refs: dict[str, Any],
     residual_ref: Any | None,
+    interpret: bool,
 ) -> None:
     """Quantises the parts and writes them.
 
     Args:
-        parts: float32 values, one or two arrays of ``chunk.part_dims``.
+        parts: float32 values, one or two arrays of ``chunk.part_dims``, rotated.
         chunk: the geometry.
         start: int32 flat index of the chunk's first element, for the dither.
         hashed_seed: uint32 scalar, or None.
         refs: ``qvalue``, ``scale`` and perhaps ``tile_scale``, already cut to the chunk.
-        residual_ref: cut to the chunk, or None.
+        residual_ref: cut to the chunk, or None; the residual is rotated back.
+        interpret: whether the kernel is interpreted.
     """
     fmt, target = chunk.fmt, chunk.part_layout
-    effective, mask, stored, tile = scales(parts, chunk)
-    inverse = spread(np.float32(1.0) / effective, chunk.part_dims, target)
+    magnitude, effective, mask, stored, tile = scales(parts, chunk)
+    inverse = numerics.inverse_scale(effective, magnitude, fmt, hashed_seed is not None)
+    inverse = spread(inverse, chunk.part_dims, target)
     keep = spread(mask, chunk.part_dims, target)
-    codes = []
-    residual_refs = [] if residual_ref is None else cut(residual_ref, len(parts))
+    codes, losses = [], []
     lossy = None
-    if residual_refs:
+    if residual_ref is not None:
         nan_mask = jnp.where(mask == 0, np.int32(0x7FC00000), np.int32(0))
         lossy = spread(numerics.float_of((numerics.bits_of(effective) & mask) | nan_mask), chunk.part_dims, target)
     random = None
@@ -179,11 +242,15 @@ def store_quantized(
         random = numerics.hash_bits(flat_index(chunk.part_dims, chunk.strides, start, target), hashed_seed)
     for i, part in enumerate(parts):
         y = numerics.float_of(numerics.bits_of(part * inverse) & keep)
-        code, level = numerics.encode(y, fmt, None if random is None else numerics.dither(random, upper=i == 0))
+        noise = None if random is None else numerics.dither(random, upper=i == 0)
+        code, level = numerics.encode(y, fmt, noise, level_wanted=lossy is not None)
         codes.append(code)
-        if lossy is not None:
-            ref = residual_refs[i]
-            _compat.store(ref, (part - level * lossy).astype(ref.dtype), optimized=False)
+        if lossy is not None and level is not None:
+            losses.append(part - level * lossy)
+    if residual_ref is not None:
+        losses = chunk.rotated(losses, interpret, before_addition=False)
+        for loss, ref in zip(losses, cut(residual_ref, len(parts)), strict=True):
+            _compat.store(ref, loss.astype(ref.dtype), optimized=False)
     if fmt.bits == 8:
         for code, ref in zip(codes, cut(refs["qvalue"], len(parts)), strict=True):
             _compat.store(ref, code.astype(jnp.int8), optimized=False)

@@ -21,15 +21,21 @@ from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as mgpu
 
 WARPS, LANES = 4, 32
+SEGMENT = 32
+"""Consecutive elements that neighbouring lanes hold at least: whole sectors of 32 bytes, at a byte an element."""
 
 
 def split_threads(dims: Sequence[int], vec: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``(warps, lanes)`` along each dimension of ``[outer, *middle, cols]``; the products are 4 and 32."""
     rest, lanes, left = [*dims[:-1], dims[-1] // vec], [1] * len(dims), LANES
-    for d in reversed(range(len(dims))):
-        lanes[d] = min(left, rest[d])
-        left //= lanes[d]
-        rest[d] //= lanes[d]
+    share = math.prod(dims) // (WARPS * LANES)
+    wanted = max(dims[-1] // share, SEGMENT // vec)
+    cols = len(dims) - 1
+    for d, most in [(cols, wanted), *((d, left) for d in reversed(range(cols))), (cols, left)]:
+        taken = max(1, min(left, rest[d], most))
+        lanes[d] *= taken
+        left //= taken
+        rest[d] //= taken
     warps, wanted = [1] * len(dims), WARPS
     for d in range(len(dims)):
         warps[d] = min(wanted, rest[d])
@@ -75,7 +81,7 @@ def flat_index(dims: tuple[int, ...], strides: Sequence[int], start: jax.Array, 
     return total
 
 
-def chunk_rows(rows: int, inner: Sequence[int], vec: int, elements: int) -> int | None:
+def chunk_rows(rows: int, inner: Sequence[int], vec: int, elements: int, least: int = 1) -> int | None:
     """Outer rows of one program, a power of two.
 
     Args:
@@ -83,12 +89,13 @@ def chunk_rows(rows: int, inner: Sequence[int], vec: int, elements: int) -> int 
         inner: the chunk's other dimensions, powers of two.
         vec: consecutive elements of a lane.
         elements: wanted elements of one program.
+        least: rows of one program at least.
 
     Returns:
         About ``elements`` elements' worth of rows, at most ``rows``; None if ``rows`` cannot keep 128 threads busy.
     """
     row = math.prod(inner)
-    least = max(1, WARPS * LANES * vec // row)
+    least = max(least, WARPS * LANES * vec // row)
     if rows < least:
         return None
     return min(max(least, elements // row), 1 << (rows.bit_length() - 1))

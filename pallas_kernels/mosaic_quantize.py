@@ -24,23 +24,22 @@ from pallas_kernels.mosaic_blocks import (
     STORED,
     Chunk,
     cut,
+    make_chunk,
     num_parts,
     run_kernel,
     store_quantized,
     stored_arrays,
     stored_types,
 )
-from pallas_kernels.mosaic_layout import chunk_rows
-from pallas_kernels.plan import Plan
+from pallas_kernels.plan import Plan, Programs
 
 ELEMENTS = 4096
 """Elements of one program at most: 32 a thread, some 50 registers, ten programs per multiprocessor."""
 
 
-def _elements(fmt: BlockFormat, stochastic: bool, with_residual: bool) -> int:
+def _elements(fmt: BlockFormat, with_residual: bool) -> int:
     """Elements of one program: fewer for heavier arithmetic, to stay within 64 registers a thread."""
-    heavy = stochastic + with_residual + 2 * (fmt.levels == "e2m1")
-    return ELEMENTS if heavy == 0 else ELEMENTS // 2 if heavy <= 3 else ELEMENTS // 4
+    return ELEMENTS // 2 if with_residual or fmt.levels == "e2m1" else ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +60,10 @@ class _Geometry:
     def programs_per_run(self) -> int:
         return -(-self.rows // self.rows_per_program)
 
+    @property
+    def programs(self) -> int:
+        return self.before * self.slices * self.programs_per_run
+
 
 def plan(
     shape: tuple[int, ...],
@@ -73,8 +76,6 @@ def plan(
 ) -> Plan:
     """The kernel for one call of `quantize` or `quantize_slices`, or the reasons why there is none."""
     problems = []
-    if fmt.rotate is not None:
-        problems.append(f"rotate={fmt.rotate}: the rotation mixes elements across lanes, only XLA does it")
     num_slices = math.prod(lead)
     before = 1 if dim is None else math.prod(shape[:dim])
     run = math.prod(shape) // max(1, before * num_slices)
@@ -87,17 +88,18 @@ def plan(
     itemsize = np.dtype(dtype).itemsize
     inner = (TILE // fmt.block_size, fmt.block_size) if fmt.tiled else (fmt.block_size,)
     parts = num_parts(fmt, stochastic)
-    part, vec = (*inner[:-1], inner[-1] // parts), min(16 // itemsize, fmt.block_size // parts)
-    elements = _elements(fmt, stochastic, with_residual) // parts
-    rows = None if problems else chunk_rows(run // unit, part, vec, elements)
-    if rows is None:
+    vec = min(16 // itemsize, fmt.block_size // parts)
+    elements = _elements(fmt, with_residual)
+    chunk = None if problems else make_chunk(fmt, run // unit, inner, vec, parts, elements, fmt)
+    if chunk is None:
         if not problems:
             problems.append(f"a contiguous run of {run} elements is shorter than one program's share")
         return Plan(tuple(problems))
-    strides = (unit, *[fmt.block_size] * (len(inner) - 1), 1)
-    chunk = Chunk(fmt, (rows, *inner), vec, strides, parts)
     geometry = _Geometry(before, num_slices, run // unit, inner, chunk)
-    return Plan((), functools.partial(_run, geometry=geometry, lead=lead, with_residual=with_residual))
+    programs = Programs(
+        count=geometry.programs, elements=math.prod(chunk.dims), stores_shared=chunk.sharing(fmt, len(chunk.dims) - 1)
+    )
+    return Plan((), functools.partial(_run, geometry=geometry, lead=lead, with_residual=with_residual), programs)
 
 
 def _run(
@@ -118,13 +120,12 @@ def _run(
     inputs = {"x": x.reshape(leaf)}
     if hashed_seed is not None:
         inputs["seed"] = hashed_seed.reshape(1)
-    grid = g.before * g.slices * g.programs_per_run
-    out = run_kernel(functools.partial(_body, g=g), inputs, outputs, grid, interpret)
+    out = run_kernel(functools.partial(_body, g=g, interpret=interpret), inputs, outputs, g.programs, interpret)
     residual = out["residual"].reshape(x.shape) if with_residual else None
     return (*stored_arrays(out, fmt, lead, g.before * g.rows, g.inner), residual)
 
 
-def _body(refs: dict[str, Any], g: _Geometry) -> None:
+def _body(refs: dict[str, Any], g: _Geometry, interpret: bool) -> None:
     chunk = g.chunk
     program = lax.axis_index("i")
     piece, run = lax.rem(program, np.int32(g.programs_per_run)), lax.div(program, np.int32(g.programs_per_run))
@@ -139,4 +140,5 @@ def _body(refs: dict[str, Any], g: _Geometry) -> None:
     out = {name: refs[name].at[dest, row, where] for name in STORED if name in refs}
     residual = refs["residual"].at[row, dest, where] if "residual" in refs else None
     first = (run * g.rows + start) * np.int32(math.prod(g.inner))
-    store_quantized(parts, chunk, first, refs["seed"][0] if "seed" in refs else None, out, residual)
+    parts = chunk.rotated(parts, interpret, before_addition=residual is not None)
+    store_quantized(parts, chunk, first, refs["seed"][0] if "seed" in refs else None, out, residual, interpret)

@@ -24,14 +24,15 @@ from pallas_kernels.mosaic_blocks import (
     STORED,
     Chunk,
     cut,
+    make_chunk,
     num_parts,
     run_kernel,
     store_quantized,
     stored_arrays,
     stored_types,
 )
-from pallas_kernels.mosaic_layout import chunk_rows, reduced, spread
-from pallas_kernels.plan import Plan
+from pallas_kernels.mosaic_layout import reduced, spread
+from pallas_kernels.plan import Plan, Programs
 
 ELEMENTS = 2048
 """Elements of one program: 16 accumulators a thread, 64 to 80 registers."""
@@ -55,6 +56,7 @@ class _Sum:
         source: format of the contributions.
         chunk: what one program makes; its ``dims`` are ``(rows, *split, [source block / block,] block)``.
         factor: multiplies the sum.
+        clamp: whether a sum beyond the largest finite number of the result's dtype becomes that number.
     """
 
     count: int
@@ -63,6 +65,7 @@ class _Sum:
     source: BlockFormat
     chunk: Chunk
     factor: float
+    clamp: bool = False
 
     @property
     def inner(self) -> tuple[int, ...]:
@@ -72,13 +75,31 @@ class _Sum:
     def grid(self) -> int:
         return -(-self.rows // self.chunk.dims[0])
 
+    @property
+    def unrolled(self) -> int:
+        """Contributions before the loop, which takes `CONTRIBUTIONS_PER_STEP` at a time."""
+        return (self.count - 1) % CONTRIBUTIONS_PER_STEP + 1
 
-def plan_sum(lead: tuple[int, ...], shape: tuple[int, ...], source: BlockFormat, dtype: Any, factor: float) -> Plan:
-    """The kernel for one call of `dequantize_sum`, or the reasons why there is none."""
+    @property
+    def programs(self) -> Programs:
+        return Programs(
+            count=self.grid,
+            elements=math.prod(self.chunk.dims),
+            trips=max(1, (self.count - self.unrolled) // CONTRIBUTIONS_PER_STEP),
+            loads_shared=self.chunk.sharing(self.source, 1 + len(self.split)),
+            stores_shared=self.chunk.sharing(self.chunk.fmt, len(self.chunk.dims) - 1),
+        )
+
+
+def plan_sum(
+    lead: tuple[int, ...], shape: tuple[int, ...], source: BlockFormat, dtype: Any, factor: float, clamp: bool = False
+) -> Plan:
+    """The kernel for one call of `dequantize_sum`, or the reasons why there is none.
+
+    A sum of one contribution is `dequantize`, which clamps to the finite numbers of ``dtype``.
+    """
     problems = []
     size = math.prod(shape)
-    if source.rotate is not None:
-        problems.append(f"rotate={source.rotate}: the rotation mixes elements across lanes, only XLA does it")
     if source.padded_size(size) != size:
         problems.append(
             f"a slice of {size} elements is padded to {source.padded_size(size)}; the kernel writes whole blocks"
@@ -87,7 +108,8 @@ def plan_sum(lead: tuple[int, ...], shape: tuple[int, ...], source: BlockFormat,
     described = _describe(lead, size, source, source, 8 // source.bits, vec, ELEMENTS, factor, problems)
     if described is None:
         return Plan(tuple(problems))
-    return Plan((), functools.partial(_run_sum, call=described, out=(lead[1:], shape, dtype)))
+    call = dataclasses.replace(described, clamp=clamp)
+    return Plan((), functools.partial(_run_sum, call=call, out=(lead[1:], shape, dtype)), call.programs)
 
 
 def plan_sum_quantize(
@@ -103,25 +125,22 @@ def plan_sum_quantize(
     """The kernel for one call of `dequantize_sum_quantize`, or the reasons why there is none."""
     problems = []
     size = math.prod(shape)
-    alike = source.rotate == fmt.rotate and (source.rotate is None or source.block_size == fmt.block_size)
-    if not alike or (source.rotate is not None and (addend_dtype is not None or with_residual)):
-        problems.append("the rotation mixes elements across lanes, only XLA does it (alike on both hops it is no work)")
     if source.padded_size(size) != fmt.padded_size(size):
         problems.append(f"a slice of {size} elements is padded differently in the two formats")
     if (addend_dtype is not None or with_residual) and source.padded_size(size) != size:
         problems.append(
             f"a slice of {size} elements is padded to {source.padded_size(size)}; addend and residual are not"
         )
+    if source.rotate is not None and not source.rotates_like(fmt) and source.padded_size(size) != size:
+        problems.append(f"a slice of {size} elements is padded, and rotating back leaves values in the padding")
     parts = 2 if source.bits == 4 else num_parts(fmt, stochastic)
     lean = fmt.bits == 4 and addend_dtype is None and not with_residual
     vec, elements = (16, ELEMENTS_TO_4_BITS) if lean else (8, ELEMENTS)
     described = _describe(lead, size, source, fmt, parts, min(vec, fmt.block_size // parts), elements, factor, problems)
     if described is None:
         return Plan(tuple(problems))
-    return Plan(
-        (),
-        functools.partial(_run_sum_quantize, call=described, lead=lead[1:], shape=shape, with_residual=with_residual),
-    )
+    run = functools.partial(_run_sum_quantize, call=described, lead=lead[1:], shape=shape, with_residual=with_residual)
+    return Plan((), run, described.programs)
 
 
 def _describe(
@@ -151,12 +170,11 @@ def _describe(
         return None
     split = (TILE // source.block_size,) if tiled else ()
     inner = (*split, *((ratio,) if ratio > 1 else ()), fmt.block_size)
-    taken = chunk_rows(rows, (*inner[:-1], inner[-1] // parts), vec, elements // parts)
-    if taken is None:
+    chunk = make_chunk(fmt, rows, inner, vec, parts, elements, source, fmt)
+    if chunk is None:
         problems.append(f"{rows * unit} elements are fewer than one program's share")
         return None
-    strides = (*(math.prod(inner[d:]) for d in range(len(inner))), 1)
-    return _Sum(lead[0], rows, split, source, Chunk(fmt, (taken, *inner), vec, strides, parts), factor)
+    return _Sum(lead[0], rows, split, source, chunk, factor)
 
 
 def _inputs(call: _Sum, qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None) -> dict[str, jax.Array]:
@@ -188,9 +206,8 @@ def _run_sum(
     lead, shape, dtype = out
     outputs = {"total": jax.ShapeDtypeStruct((call.rows, *call.inner), dtype)}
     inputs = _inputs(call, qvalue, scale, tile_scale)
-    return run_kernel(functools.partial(_body, call=call), inputs, outputs, call.grid, interpret)["total"].reshape(
-        *lead, *shape
-    )
+    body = functools.partial(_body, call=call, interpret=interpret)
+    return run_kernel(body, inputs, outputs, call.grid, interpret)["total"].reshape(*lead, *shape)
 
 
 def _run_sum_quantize(
@@ -214,42 +231,53 @@ def _run_sum_quantize(
     outputs = stored_types(fmt, (call.rows,), call.inner)
     if with_residual:
         outputs["residual"] = jax.ShapeDtypeStruct((call.rows, *call.inner), jnp.float32)
-    out = run_kernel(functools.partial(_body, call=call), inputs, outputs, call.grid, interpret)
+    body = functools.partial(_body, call=call, interpret=interpret)
+    out = run_kernel(body, inputs, outputs, call.grid, interpret)
     residual = out["residual"].reshape(*lead, *shape) if with_residual else None
     return (*stored_arrays(out, fmt, lead, call.rows // max(1, math.prod(lead)), call.inner), residual)
 
 
-def _body(refs: dict[str, Any], call: _Sum) -> None:
+def _body(refs: dict[str, Any], call: _Sum, interpret: bool) -> None:
     chunk, taken = call.chunk, call.chunk.dims[0]
     # The last program overlaps its neighbour and writes the same bytes again: no masks.
     start = jnp.minimum(lax.axis_index("i") * taken, call.rows - taken)
     where = pl.ds(start, taken)
-    total = _add_all(refs, call, where)
-    if call.factor != 1.0:
-        total = [part * np.float32(call.factor) for part in total]
+    total = _add_all(refs, call, where, interpret)
+    alike = "total" not in refs and call.source.rotates_like(chunk.fmt)
+    if alike:
+        total = [numerics.scaled(part, call.factor) for part in total]
+    else:
+        total = chunk.rotated(total, interpret, call.source, call.factor, before_addition="total" not in refs)
     if "total" in refs:
         for part, ref in zip(total, cut(refs["total"].at[where], len(total)), strict=True):
+            if call.clamp:
+                largest = np.float32(jnp.finfo(ref.dtype).max)
+                part = jnp.minimum(jnp.maximum(part, -largest), largest)
             _compat.store(ref, part.astype(ref.dtype), optimized=False)
         return
     if "addend" in refs:
         pieces = cut(refs["addend"].at[where], len(total))
         more = [_compat.load(ref, chunk.part_layout, optimized=False).astype(jnp.float32) for ref in pieces]
+        more = chunk.rotated(more, interpret) if alike else more
         total = [a + b for a, b in zip(total, more, strict=True)]
+    if not alike:
+        total = chunk.rotated(total, interpret, before_addition="residual" in refs)
     out = {name: refs[name].at[where] for name in STORED if name in refs}
     residual = refs["residual"].at[where] if "residual" in refs else None
     seed = refs["seed"][0] if "seed" in refs else None
-    store_quantized(total, chunk, start * np.int32(math.prod(call.inner)), seed, out, residual)
+    first = start * np.int32(math.prod(call.inner))
+    store_quantized(total, chunk, first, seed, out, residual, interpret)
 
 
-def _add_all(refs: dict[str, Any], call: _Sum, where: Any) -> list[jax.Array]:
+def _add_all(refs: dict[str, Any], call: _Sum, where: Any, interpret: bool) -> list[jax.Array]:
     """The sum of all contributions to the chunk, in index order."""
     step = CONTRIBUTIONS_PER_STEP
-    first = (call.count - 1) % step + 1
+    first = call.unrolled
 
     def add(total: list[jax.Array], index: Any) -> list[jax.Array]:
-        return [a + b for a, b in zip(total, _contribution(refs, call, where, index), strict=True)]
+        return [a + b for a, b in zip(total, _contribution(refs, call, where, index, interpret), strict=True)]
 
-    total = _contribution(refs, call, where, 0)
+    total = _contribution(refs, call, where, 0, interpret)
     for index in range(1, first):
         total = add(total, index)
     if first == call.count:
@@ -264,7 +292,7 @@ def _add_all(refs: dict[str, Any], call: _Sum, where: Any) -> list[jax.Array]:
     return list(lax.fori_loop(0, (call.count - first) // step, steps, tuple(total)))
 
 
-def _contribution(refs: dict[str, Any], call: _Sum, where: Any, index: Any) -> list[jax.Array]:
+def _contribution(refs: dict[str, Any], call: _Sum, where: Any, index: Any, interpret: bool) -> list[jax.Array]:
     """One contribution to the chunk: level times scale, in parts."""
     source, chunk = call.source, call.chunk
     target, rank = chunk.part_layout, len(chunk.dims)
@@ -288,7 +316,7 @@ def _contribution(refs: dict[str, Any], call: _Sum, where: Any, index: Any) -> l
     for i, code in enumerate(codes):
         high = source.bits == 4 and i == 1
         constant = refs["magic"][int(high)] if "magic" in refs else None
-        level, factor = numerics.scaled_level(code, source, high, constant)
+        level, factor = numerics.scaled_level(code, source, high, constant, subnormals=not interpret)
         scaled = scale if factor == 1.0 else scale * np.float32(factor)
         parts.append(level * spread(scaled, chunk.part_dims, target))
     return parts

@@ -8,6 +8,8 @@ shape and know nothing of blocks, tiles, slices or memory.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,9 +83,14 @@ def _largest_scale(factor: float) -> float:
     return float((value.view(np.int32) & np.int32(-65536)).view(np.float32))
 
 
-def e4m3_code(needed: jax.Array, tile_scale: jax.Array, magnitude: jax.Array) -> jax.Array:
+def tile_inverse(tile_scale: jax.Array) -> jax.Array:
+    """What turns needed scales into ratios to their tile's scale; the hair below 1 is that of `needed_scale`."""
+    return np.float32(_DEFLATE) / tile_scale
+
+
+def e4m3_code(needed: jax.Array, tile_inverse: jax.Array, magnitude: jax.Array) -> jax.Array:
     """The float8_e4m3fn code (int32, 1..0x7F) of needed / tile_scale rounded up; 0x7F (NaN) for a non-finite block."""
-    ratio = needed * (np.float32(_DEFLATE) / tile_scale)
+    ratio = needed * tile_inverse
     ratio = jnp.minimum(jnp.maximum(ratio, np.float32(E4M3_MIN)), np.float32(E4M3_MAX))
     # Below 2**-6 the format is linear in steps of 2**-9: adding 2**-6 puts the same steps into a normal mantissa.
     linear = ratio < np.float32(2.0**-6)
@@ -101,16 +108,21 @@ def e4m3_value(code: jax.Array) -> jax.Array:
 
 
 def hash_bits(index: jax.Array, hashed_seed: jax.Array) -> jax.Array:
-    """32 random bits (uint32) for a counter: the finaliser of MurmurHash3 over index ^ hashed_seed."""
-    h = index ^ hashed_seed
-    h = (h ^ lax.shift_right_logical(h, np.uint32(16))) * np.uint32(0x85EBCA6B)
-    h = (h ^ lax.shift_right_logical(h, np.uint32(13))) * np.uint32(0xC2B2AE35)
+    """32 random bits (uint32) for a counter: a Weyl sequence from the seed, each term mixed by one multiplication.
+
+    Neighbouring counters of a thread differ by constants, so that their terms cost an addition each.
+    """
+    h = index * np.uint32(0x9E3779B1) + hashed_seed
+    h = (h ^ lax.shift_right_logical(h, np.uint32(13))) * np.uint32(0x21F0AAAD)
     return h ^ lax.shift_right_logical(h, np.uint32(16))
 
 
 def hash_seed(seed: jax.Array | int) -> jax.Array:
-    """A uint32 scalar that decorrelates neighbouring seeds; computed once, outside any kernel."""
-    return hash_bits(jnp.asarray(seed).astype(jnp.uint32), jnp.uint32(0x9E3779B9))
+    """A uint32 scalar that decorrelates neighbouring seeds: MurmurHash3's finaliser, once, outside any kernel."""
+    h = jnp.asarray(seed).astype(jnp.uint32) ^ np.uint32(0x9E3779B9)
+    h = (h ^ lax.shift_right_logical(h, np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ lax.shift_right_logical(h, np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return h ^ lax.shift_right_logical(h, np.uint32(16))
 
 
 def dither(random: jax.Array, upper: bool) -> jax.Array:
@@ -124,34 +136,42 @@ def dither(random: jax.Array, upper: bool) -> jax.Array:
     return lax.bitcast_convert_type(kept, jnp.float32) - np.float32(1.5)
 
 
-def encode(y: jax.Array, fmt: BlockFormat, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def encode(
+    y: jax.Array, fmt: BlockFormat, noise: jax.Array | None = None, level_wanted: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
     """Rounds x / scale to a level, half to even, or stochastically with ``noise`` from `dither`.
+
+    Without ``level_wanted`` the addition below does the rounding, which is the same number; y must then not be a
+    product that the compiler could fuse into it.
 
     Returns:
         ``(code, level)``: the stored code as int32 (two's complement with arbitrary bits above the low 4 or 8, or the
-        e2m1 nibble), and its value in float32.
+        e2m1 nibble), and its value in float32, or None if it is not wanted.
     """
     if fmt.levels == "integer":
-        shifted = y if noise is None else y + noise
-        rounded = lax.round(shifted, lax.RoundingMethod.TO_NEAREST_EVEN)
-        # Nearest at 4 bits cannot leave the range: even under the ceiling of `round_scale`, |y| stays below 7.1.
-        level = rounded
-        if fmt.bits == 8 or noise is not None:
-            level = jnp.minimum(jnp.maximum(rounded, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
-        # An exact addition puts the integer into the low mantissa bits: no float-to-integer conversion.
-        return bits_of(level + np.float32(12582912.0)), level
+        level = y if noise is None else y + noise
+        if level_wanted:
+            level = lax.round(level, lax.RoundingMethod.TO_NEAREST_EVEN)
+        # At 4 bits nothing leaves the range: even under the ceiling of `round_scale` |y| stays below 7.1, and where
+        # noise is added `inverse_scale` keeps it below 7.
+        if fmt.bits == 8:
+            level = jnp.minimum(jnp.maximum(level, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
+        # Adding 1.5 * 2**23 puts the integer into the low mantissa bits: no float-to-integer conversion.
+        return bits_of(level + np.float32(12582912.0)), level if level_wanted else None
     # e2m1 has two levels per power of two, at steps of 1/2, 1 and 2. Adding 1.5 * 2**23 steps rounds to a whole number
-    # k of steps in the low bits; the code is k plus twice the index of the power.
-    size = jnp.minimum(float_of(abs_bits(y)), np.float32(6.0))
-    power = float_of(jnp.maximum(bits_of(size) & _INF_BITS, np.int32(0x3F800000)))
+    # k of steps in the low bits; the code is k plus twice the index of the power. Its low three bits are all it has, so
+    # the constants of both exponents count modulo 8.
+    # Below 7, which all of them are, sizes round to at most 6.
+    size = jnp.abs(y)
     if noise is not None:
-        size = jnp.minimum(size + noise * (power * np.float32(0.5)), np.float32(6.0))
-    magic = power * np.float32(1.5 * 2.0**22)
-    steps = bits_of(size + magic) - bits_of(magic)
-    index = lax.shift_right_logical(bits_of(power), np.int32(23)) - np.int32(127)
-    sign = lax.shift_right_logical(bits_of(y), np.int32(28)) & np.int32(8)
-    code = (steps + index + index) | sign
-    return code, scaled_level(code, fmt)[0]
+        size = jnp.minimum(size, np.float32(6.0))
+    power = jnp.maximum(bits_of(size) & _INF_BITS, np.int32(0x3F800000))
+    if noise is not None:
+        size = jnp.minimum(size + noise * (float_of(power) * np.float32(0.5)), np.float32(6.0))
+    steps = bits_of(size + float_of(power + np.int32((22 << 23) + (1 << 22) + 2)))
+    code = (steps + lax.shift_right_logical(power, np.int32(22))) & np.int32(7)
+    code = code | (lax.shift_right_logical(bits_of(y), np.int32(28)) & np.int32(~7))
+    return code, scaled_level(code, fmt)[0] if level_wanted else None
 
 
 def _field(fmt: BlockFormat, high: bool) -> tuple[int, int]:
@@ -169,8 +189,32 @@ def magic(fmt: BlockFormat) -> np.ndarray:
     return np.array([0x4B000000 | _field(fmt, high)[1] for high in places], np.int32)
 
 
+def inverse_scale(effective: jax.Array, magnitude: jax.Array, fmt: BlockFormat, stochastic: bool) -> jax.Array:
+    """1 / scale, or a hair less where a 4-bit level plus noise must not reach 7.5.
+
+    The largest noise is 1/2 - 2**-17. Quotients and products are off by 2**-21 of 7 at most on any backend, so that
+    7 - 2**-18 keeps the largest level in range, and a value on the grid still on its level.
+    """
+    inverse = np.float32(1.0) / effective
+    if not stochastic or fmt.bits == 8 or fmt.levels != "integer":
+        return inverse
+    return jnp.minimum(inverse, np.float32(fmt.qmax - 2.0**-18) / float_of(magnitude))
+
+
+def e2m1_bits(code: jax.Array, high: bool) -> jax.Array:
+    """An e2m1 nibble as the float32 that is 2**-126 of it, subnormal for a level of 1/2, as int32 bits."""
+    # One product moves the sign to the top, and the other bits to the lowest of the exponent and the highest below it.
+    shift = 4 if high else 0
+    wide = (code & np.int32(0xF << shift)) * np.int32((1 << (22 - shift)) + (1 << (28 - shift)))
+    return wide & np.int32(0x81C00000 - (1 << 32))
+
+
 def scaled_level(
-    code: jax.Array, fmt: BlockFormat, high: bool = False, constant: jax.Array | None = None
+    code: jax.Array,
+    fmt: BlockFormat,
+    high: bool = False,
+    constant: jax.Array | None = None,
+    subnormals: bool = False,
 ) -> tuple[jax.Array, float]:
     """The level of a code held in an int32 whose other bits are arbitrary, up to a power of two.
 
@@ -179,6 +223,8 @@ def scaled_level(
         fmt: the format.
         high: for 4 bits, read bits 4..7.
         constant: the entry of `magic`, if it is at hand as a value.
+        subnormals: whether the device keeps subnormal numbers, as GPUs do and XLA on a CPU does not: e2m1 is then a
+            float32 with few bits, subnormals included, and costs half as much.
 
     Returns:
         ``(value, factor)`` with level = value * factor; the factor may go into the scale, exactly.
@@ -188,6 +234,8 @@ def scaled_level(
         # 2**23 + (code + half) by logic alone; the subtraction is exact.
         known = np.int32(0x4B000000 | sign) if constant is None else constant
         return float_of((code & np.int32(mask)) ^ known) - np.float32(8388608.0 + sign), 0.0625 if mask == 0xF0 else 1.0
+    if subnormals:
+        return float_of(e2m1_bits(code, high)) * np.float32(2.0**126), 1.0
     nibble = lax.shift_right_logical(code, np.int32(4)) if high else code
     small = nibble & np.int32(7)
     normal = float_of(lax.shift_left(small, np.int32(22)) + np.int32(126 << 23))
@@ -195,16 +243,25 @@ def scaled_level(
     return float_of(bits_of(value) | lax.shift_left(nibble & np.int32(8), np.int32(28))), 1.0
 
 
-def butterfly(parts: list[jax.Array]) -> list[jax.Array]:
-    """The orthonormal Walsh-Hadamard transform over a list of 2**k equal arrays; its own inverse."""
-    # Scaled before the sums, so that only a coordinate that is itself out of range overflows.
-    width = len(parts)
-    parts = [part * np.float32(width**-0.5) for part in parts]
-    stride = 1
-    while stride < width:
-        for i in range(width):
-            if not i & stride:
-                a, b = parts[i], parts[i + stride]
-                parts[i], parts[i + stride] = a + b, a - b
-        stride *= 2
-    return parts
+BEFORE_ROTATION = 0.125
+"""Taken out before the butterflies of a rotation: an exact product, and only a coordinate that is itself out of range
+overflows."""
+
+
+def after_rotation(width: int) -> float:
+    """What makes the butterflies of `BEFORE_ROTATION` times the values orthonormal."""
+    return 1.0 / (BEFORE_ROTATION * math.sqrt(width))
+
+
+def scaled(x: jax.Array, factor: float, before_addition: bool = True) -> jax.Array:
+    """``x * factor`` rounded once, also when an addition follows.
+
+    A compiler may fuse a product into the addition after it, and one may where another does not. It cannot see through
+    a choice between the product and ``x``, which are equal where ``x`` is not finite.
+    """
+    if factor == 1.0:
+        return x
+    product = x * np.float32(factor)
+    if math.frexp(factor)[0] == 0.5 or not before_addition:
+        return product
+    return jnp.where(is_finite_bits(abs_bits(x)), product, x)

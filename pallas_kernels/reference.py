@@ -19,11 +19,11 @@ from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.slices import from_blocks, to_blocks
 
 
-def rotate(blocks: jax.Array, width: int | None) -> jax.Array:
-    """Orthonormal Hadamard rotation inside each block; its own inverse.
+def rotate(blocks: jax.Array, width: int | None, factor: float = 1.0) -> jax.Array:
+    """Orthonormal Hadamard rotation inside each block, its own inverse; then times ``factor``.
 
     ``width`` elements at a stride of ``block_size / width`` form one group: element ``k * block_size / width + j`` is
-    coordinate k of group j. With that stride a GPU thread holds whole groups and needs no exchange between lanes.
+    coordinate k of group j. Pairs are added and subtracted at distances ``block_size / width``, twice that, and so on.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.eye(2, 64)
@@ -31,10 +31,15 @@ def rotate(blocks: jax.Array, width: int | None) -> jax.Array:
     True
     """
     if width is None:
-        return blocks
-    stride = blocks.shape[-1] // width
-    parts = [blocks[..., k * stride : (k + 1) * stride] for k in range(width)]
-    return jnp.concatenate(numerics.butterfly(parts), axis=-1)
+        return numerics.scaled(blocks, factor)
+    size, values = blocks.shape[-1], blocks * np.float32(numerics.BEFORE_ROTATION)
+    distance = size // width
+    while distance < size:
+        pairs = values.reshape(*blocks.shape[:-1], size // (2 * distance), 2, distance)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        values = jnp.stack([low + high, low - high], axis=-2).reshape(blocks.shape)
+        distance *= 2
+    return numerics.scaled(values, factor * numerics.after_rotation(width))
 
 
 def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -52,7 +57,7 @@ def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax
     grouped = needed.reshape(*needed.shape[:-1], needed.shape[-1] // per_tile, per_tile)
     tile = numerics.round_tile_scale(grouped.max(axis=-1, initial=0.0), fmt.qmax)
     spread = jnp.repeat(tile, per_tile, axis=-1)
-    code = numerics.e4m3_code(needed, spread, magnitude)
+    code = numerics.e4m3_code(needed, jnp.repeat(numerics.tile_inverse(tile), per_tile, axis=-1), magnitude)
     value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
     scale = jax.lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn)
     return spread * value, scale, tile.astype(jnp.bfloat16)
@@ -113,10 +118,12 @@ def quantize_blocks(
     magnitude = numerics.abs_bits(blocks).max(axis=-1, initial=0)
     effective, scale, tile_scale = block_scales(magnitude, fmt)
     finite = numerics.is_finite_bits(magnitude)[..., None]
-    y = jnp.where(finite, blocks * (np.float32(1.0) / effective)[..., None], 0.0)
+    inverse = numerics.inverse_scale(effective, magnitude, fmt, hashed_seed is not None)
+    y = jnp.where(finite, blocks * inverse[..., None], 0.0)
     code, level = numerics.encode(y, fmt, None if hashed_seed is None else noise_like(blocks, hashed_seed))
     residual = None
     if with_residual:
+        assert level is not None
         residual = jnp.where(finite, blocks - level * effective[..., None], np.float32(np.nan))
     return pack(code, fmt), scale, tile_scale, residual
 
@@ -126,16 +133,14 @@ def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array
     return unpack(qvalue, fmt) * effective_scale(scale, tile_scale, fmt)[..., None]
 
 
-def sum_blocks(
-    qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat, factor: float
-) -> jax.Array:
-    """Sum over the leading dimension in index order, float32, then times ``factor``; still rotated."""
+def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+    """Sum over the leading dimension in index order, float32; still rotated if the format rotates."""
     total = None
     for i in range(qvalue.shape[0]):
         part = dequantize_blocks(qvalue[i], scale[i], None if tile_scale is None else tile_scale[i], fmt)
         total = part if total is None else total + part
     assert total is not None, "the public op refuses an empty sum"
-    return total if factor == 1.0 else total * np.float32(factor)
+    return total
 
 
 def requantize_blocks(
@@ -143,25 +148,28 @@ def requantize_blocks(
     shape: tuple[int, ...],
     source: BlockFormat,
     fmt: BlockFormat,
+    factor: float,
     addend: jax.Array | None,
     hashed_seed: jax.Array | None,
     with_residual: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """The second half of the fused op: float32 sums in ``source`` blocks, quantised in ``fmt`` blocks.
+    """The second half of the fused op: float32 sums in ``source`` blocks times ``factor``, quantised in ``fmt`` blocks.
 
     When both formats rotate alike the sum is requantised as it stands, without rotating back and forth.
     ``addend`` is ``[*lead, *shape]`` and not rotated; the residual is returned as ``[*lead, *shape]``, not rotated.
     """
     num_lead = total.ndim - 2
-    alike = source.rotate == fmt.rotate and (source.rotate is None or source.block_size == fmt.block_size)
-    if not alike:
-        total = rotate(total, source.rotate)
-    values = from_blocks(total, shape) if total.shape[-1] != fmt.block_size or source.tiled != fmt.tiled else None
-    blocks = total if values is None else to_blocks(values, fmt, num_lead)
+    alike = source.rotates_like(fmt)
+    total = rotate(total, None if alike else source.rotate, factor)
+    blocks = total
+    if total.shape[-1] != fmt.block_size or source.tiled != fmt.tiled or not alike:
+        # Also drops what rotating back left in the padding.
+        blocks = to_blocks(from_blocks(total, shape), fmt, num_lead)
+    if addend is not None:
+        more = to_blocks(addend.astype(jnp.float32), fmt, num_lead)
+        blocks = blocks + (rotate(more, fmt.rotate) if alike else more)
     if not alike:
         blocks = rotate(blocks, fmt.rotate)
-    if addend is not None:
-        blocks = blocks + rotate(to_blocks(addend.astype(jnp.float32), fmt, num_lead), fmt.rotate)
     qvalue, scale, tile_scale, residual = quantize_blocks(blocks, fmt, hashed_seed, with_residual)
     if residual is not None:
         residual = from_blocks(rotate(residual, fmt.rotate), shape)

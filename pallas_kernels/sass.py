@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pallas_kernels.absent_gpu import Gpu
+from pallas_kernels.plan import Programs
 
-THREADS = 128
+THREADS, LANES = 128, 32
 ISSUE_LANES = 128
 """Lane-instructions one multiprocessor issues per clock: four schedulers of 32 lanes."""
 
@@ -47,19 +48,35 @@ class KernelCode:
         registers: per thread.
         spill_bytes: stores and loads together.
         instructions: executed per thread, loops counted by their trips; None without the disassembler.
-        loads: how often each global load instruction occurs in the code, by name such as "LD.E.128".
+        loads: how often each global load instruction is executed, by name such as "LD.E.128", loops counted by their
+            trips.
         stores: the same for stores.
     """
 
     registers: int
     spill_bytes: int
     instructions: float | None
-    loads: Counter[str]
-    stores: Counter[str]
+    loads: dict[str, float]
+    stores: dict[str, float]
 
-    def instructions_per_element(self, elements: int) -> float | None:
-        """Lane-instructions per element for a program that handles ``elements`` of them."""
-        return None if self.instructions is None else self.instructions * THREADS / elements
+    def instructions_per_element(self, programs: Programs) -> float | None:
+        """Lane-instructions per element of the result."""
+        return None if self.instructions is None else self.instructions * THREADS / programs.elements
+
+    def bytes_moved(self, programs: Programs) -> float | None:
+        """Bytes loaded and stored in global memory by all programs: widths times executions times threads.
+
+        An address that lanes of a warp share counts once a warp, as the memory sees it.
+        """
+        if self.instructions is None:
+            return None
+        total = 0.0
+        for counts, shared in ((self.loads, programs.loads_shared), (self.stores, programs.stores_shared)):
+            for name, times in counts.items():
+                # LDG is what the compiler makes of an address that no thread changes: constants and the seed.
+                lanes = LANES if name.startswith("LDG") else shared.get(_width(name), 1)
+                total += _width(name) * times / lanes
+        return total * THREADS * programs.count
 
 
 @contextlib.contextmanager
@@ -98,10 +115,18 @@ def read(place: Path, trips: int = 1) -> list[KernelCode]:
         spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
         sass = next(iter(place.glob(report.stem + ".sass*")), None)
         lines = _instructions(sass.read_text()) if sass else []
-        loads = Counter(name for _, name, _ in lines if re.match(r"LDG?\.", name))
-        stores = Counter(name for _, name, _ in lines if re.match(r"STG?\.", name))
-        kernels.append(KernelCode(registers, spills, _executed(lines, trips) if lines else None, loads, stores))
+        executed = _executed(lines, trips)
+        loads = {name: times for name, times in executed.items() if re.match(r"LDG?\.", name)}
+        stores = {name: times for name, times in executed.items() if re.match(r"STG?\.", name)}
+        total = sum(executed.values()) if lines else None
+        kernels.append(KernelCode(registers, spills, total, loads, stores))
     return kernels
+
+
+def _width(name: str) -> int:
+    """Bytes that a load or store moves for one thread."""
+    found = re.search(r"\.(128|64|[US]16|[US]8)\b", name)
+    return {"128": 16, "64": 8, "16": 2, "8": 1}[found[1].lstrip("US")] if found else 4
 
 
 def _instructions(sass: str) -> list[tuple[int, str, str]]:
@@ -121,8 +146,10 @@ def _instructions(sass: str) -> list[tuple[int, str, str]]:
     return [(a, n, resolve.sub(lambda m: str(labels.get(m[1], -1)), o)) for a, n, o in found]
 
 
-def _executed(lines: list[tuple[int, str, str]], trips: int) -> float:
-    """Instructions of one thread up to its exit, loop bodies counted ``trips`` times."""
+def _executed(lines: list[tuple[int, str, str]], trips: int) -> dict[str, float]:
+    """How often one thread executes each instruction up to its exit, loop bodies counted ``trips`` times."""
+    if not lines:
+        return {}
     weights = {address: 1.0 for address, _, _ in lines}
     end = max((a for a, name, _ in lines if name == "EXIT"), default=lines[-1][0])
     for address, name, operands in lines:
@@ -131,7 +158,11 @@ def _executed(lines: list[tuple[int, str, str]], trips: int) -> float:
             for inside in weights:
                 if int(target[1]) <= inside <= address:
                     weights[inside] *= trips
-    return sum(weights[a] for a, name, _ in lines if a <= end and name != "NOP")
+    counts: Counter[str] = Counter()
+    for address, name, _ in lines:
+        if address <= end and name != "NOP":
+            counts[name] += weights[address]  # type: ignore[assignment]
+    return dict(counts)
 
 
 def bound(gpu: Gpu, bytes_per_element: float, instructions_per_element: float) -> tuple[float, float]:

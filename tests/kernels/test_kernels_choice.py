@@ -109,8 +109,7 @@ def test_an_explicit_kernel_on_a_cpu_is_an_error_that_says_what_to_do():
 def test_every_reason_is_listed_at_once():
     x = jnp.ones(1000)
     with pytest.raises(NotImplementedError) as caught:
-        pk.quantize(x, rotate=32, implementation="mosaic_gpu")
-    assert "rotate=32" in str(caught.value)
+        pk.quantize(x, implementation="mosaic_gpu")
     assert "1000" in str(caught.value)
     assert "CPU" in str(caught.value)
 
