@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -85,6 +86,11 @@ def plugin_missing() -> str | None:
     if importlib.util.find_spec("jax_cuda13_plugin") or importlib.util.find_spec("jax_cuda12_plugin"):
         return None
     return "JAX's CUDA plugin is not installed: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (jax's version)"
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether this machine's driver shows a GPU; JAX is not asked, so no backend is chosen."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
 def topology(gpu: str, shape: str = "1x1x1") -> Any:

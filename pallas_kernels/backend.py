@@ -22,10 +22,11 @@ from pallas_kernels import _compat
 Implementation = Literal["xla", "mosaic_gpu"]
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
-KERNELS = frozenset({"quantize", "dequantize_sum", "dequantize_sum_quantize"})
+KERNELS = frozenset({"quantize", "dequantize", "dequantize_sum", "dequantize_sum_quantize"})
 """Ops whose kernel moves fewer bytes, or issues fewer instructions, than XLA's program (see the package's table).
 
-Plain dequantise is absent: XLA already moves exactly the ideal bytes, and may fuse it into what follows.
+Of dequantise only the rotated one has a kernel: without a rotation XLA already moves exactly the ideal bytes, and may
+fuse it into what follows.
 """
 
 PROVEN_ON: frozenset[int] = frozenset()

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels import absent_gpu, mosaic_gpu, sass
+from pallas_kernels import absent_gpu, backend, mosaic_gpu, sass
+from pallas_kernels.absent_gpu import has_nvidia_gpu
 
 SHAPES = {
     "1b-mlp": (2048, 8192),
@@ -35,6 +37,7 @@ SHAPES = {
 INT8 = pk.BlockFormat(bits=8, block_size=128)
 INT4 = pk.BlockFormat(bits=4, block_size=256)
 INT4_TILED = pk.BlockFormat(bits=4, block_size=32, scale_dtype="float8_e4m3fn")
+INT4_ROTATED = pk.BlockFormat(bits=4, block_size=64, rotate=32)
 COUNT = 8
 _ITEM = {
     "pred": 1,
@@ -80,7 +83,7 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
     size = math.prod(shape)
     leaf = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
     rows = []
-    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED)):
+    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED), ("int4/64 rotated", INT4_ROTATED)):
         plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, None, (), fmt, False, False)
         rows.append(Op(f"quantize {name}", functools.partial(pk.quantize, **fmt.keywords()), (leaf,), plan, size))
     stochastic = {"rounding": "stochastic", "seed": 1, "with_residual": True}
@@ -95,6 +98,8 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
 
     part = size // COUNT
     rows.append(Op("dequantize int8/128", pk.dequantize, (received(INT8),), None, size))
+    plan = mosaic_gpu.plan_sum((1, COUNT), one, INT4_ROTATED, leaf.dtype, 1.0, clamp=True)
+    rows.append(Op("dequantize int4/64 rotated", pk.dequantize, (received(INT4_ROTATED),), plan, size))
     for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED)):
         plan = mosaic_gpu.plan_sum((COUNT,), one, fmt, jnp.dtype("float32"), 1.0)
         rows.append(Op(f"dequantize_sum {COUNT}x {name}", pk.dequantize_sum, (received(fmt),), plan, part))
@@ -105,7 +110,28 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
         fused = functools.partial(pk.dequantize_sum_quantize, **fmt.keywords())
         plan = mosaic_gpu.plan_sum_quantize((COUNT,), one, source, fmt, 1.0, False, None, False)
         rows.append(Op(f"dequantize_sum_quantize {COUNT}x {name}", fused, (received(source),), plan, part))
-    return rows
+    return [*rows, *_with_messages(leaf, one)]
+
+
+def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]:
+    """What the two sides of an all-to-all do when payload and scales travel as one message."""
+
+    def send(x: jax.Array, implementation: backend.Implementation) -> jax.Array:
+        q = pk.quantize_slices(x, dim=0, num_slices=COUNT, implementation=implementation, **INT8.keywords())
+        return pk.pack_bytes(q)
+
+    def receive(message: jax.Array, implementation: backend.Implementation) -> pk.QuantizedArray:
+        q = pk.unpack_bytes(message, format=INT8, shape=one, dtype="bfloat16")
+        return pk.dequantize_sum_quantize(q, implementation=implementation, **INT4_TILED.keywords())
+
+    size = math.prod(leaf.shape)
+    message = jax.ShapeDtypeStruct((COUNT, INT8.message_bytes(size // COUNT)), jnp.uint8)
+    sent = mosaic_gpu.plan_quantize(leaf.shape, leaf.dtype, 0, (COUNT,), INT8, False, False)
+    fused = mosaic_gpu.plan_sum_quantize((COUNT,), one, INT8, INT4_TILED, 1.0, False, None, False)
+    return [
+        Op("quantize_slices int8/128, pack_bytes", send, (leaf,), sent, size),
+        Op(f"unpack_bytes, d_sum_q {COUNT}x int8/128 -> int4/32e4m3", receive, (message,), fused, size // COUNT),
+    ]
 
 
 def moved_bytes(program: str) -> tuple[int, int]:
@@ -144,7 +170,9 @@ def model(op: Op, implementation: str, gpu: str) -> str:
         per_element = codes[0].instructions_per_element(op.plan.programs) or 0.0
         issue = per_element * op.elements / sass.ISSUE_LANES / facts.cores / (facts.sustained_ghz * 1e9)
         bound = "issue" if issue > memory else "memory"
-        return "  ".join([*cells, f"{max(memory, issue) * 1e6:9.1f}", f"{bound} ({per_element:.1f} instr/elem)"])
+        kernel = (codes[0].bytes_moved(op.plan.programs) or 0.0) / 1e6
+        counted = f"{bound} ({per_element:.1f} instr/elem, {kernel:.1f} MB by machine code)"
+        return "  ".join([*cells, f"{max(memory, issue) * 1e6:9.1f}", counted])
     return "  ".join([*cells, f"{memory * 1e6:9.1f}", "memory (instructions not counted)"])
 
 
@@ -180,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["70b-attention"])
     parser.add_argument("--gpu", choices=absent_gpu.GPUS, default="h100", help="GPU to compile for if none is here")
     options = parser.parse_args(arguments)
+    if not has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # the CUDA plugin is here to compile, and would look for CUDA
     here = jax.devices()[0]
     on_gpu = here.platform == "gpu"
     print(f"jax {jax.__version__}, {here.device_kind if on_gpu else absent_gpu.GPUS[options.gpu].name + ' (absent)'}")

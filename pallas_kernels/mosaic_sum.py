@@ -1,8 +1,7 @@
 """The sum kernels: dequantise every contribution, add in float32, and write the sum or quantise it again.
 
-A program owns a chunk of elements and walks over the contributions in index order, a few per loop step so that their
-loads overlap while the registers stay few. Levels come out of a logic instruction and an exact subtraction, and
-level x scale is exact, so the sum has the reference's bits. Knows nothing of where the contributions came from.
+A program owns a chunk of elements, adds up its contributions (`mosaic_contributions`), rotates the sum once where a
+format rotates, and writes or quantises it. Knows nothing of where the contributions came from.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pallas_kernels import _compat, numerics
 from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.mosaic_blocks import (
     STORED,
-    Chunk,
     cut,
     make_chunk,
     num_parts,
@@ -31,8 +29,8 @@ from pallas_kernels.mosaic_blocks import (
     stored_arrays,
     stored_types,
 )
-from pallas_kernels.mosaic_layout import reduced, spread
-from pallas_kernels.plan import Plan, Programs
+from pallas_kernels.mosaic_contributions import Sum, add_all
+from pallas_kernels.plan import Plan
 
 ELEMENTS = 2048
 """Elements of one program: 16 accumulators a thread, 64 to 80 registers."""
@@ -40,56 +38,6 @@ ELEMENTS = 2048
 ELEMENTS_TO_4_BITS = 4096
 """The same where 4 bits are written: one scale then serves 16 elements of a lane, and the issue slots are what is
 scarce (8 contributions of int4 on an H100: 0.29 clocks per element to issue, 0.32 to move)."""
-
-CONTRIBUTIONS_PER_STEP = 4
-"""Contributions whose loads are in flight together."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sum:
-    """Static description of a call.
-
-    Attributes:
-        count: contributions.
-        rows: outer rows of all slices together; a row is one source block, or one tile where either format has tiles.
-        split: source blocks in a row, (1,) or (tile / source block,); empty where a row is one source block.
-        source: format of the contributions.
-        chunk: what one program makes; its ``dims`` are ``(rows, *split, [source block / block,] block)``.
-        factor: multiplies the sum.
-        clamp: whether a sum beyond the largest finite number of the result's dtype becomes that number.
-    """
-
-    count: int
-    rows: int
-    split: tuple[int, ...]
-    source: BlockFormat
-    chunk: Chunk
-    factor: float
-    clamp: bool = False
-
-    @property
-    def inner(self) -> tuple[int, ...]:
-        return self.chunk.dims[1:]
-
-    @property
-    def grid(self) -> int:
-        return -(-self.rows // self.chunk.dims[0])
-
-    @property
-    def unrolled(self) -> int:
-        """Contributions before the loop, which takes `CONTRIBUTIONS_PER_STEP` at a time."""
-        return (self.count - 1) % CONTRIBUTIONS_PER_STEP + 1
-
-    @property
-    def programs(self) -> Programs:
-        return Programs(
-            count=self.grid,
-            elements=math.prod(self.chunk.dims),
-            trips=max(1, (self.count - self.unrolled) // CONTRIBUTIONS_PER_STEP),
-            loads_shared=self.chunk.sharing(self.source, 1 + len(self.split)),
-            stores_shared=self.chunk.sharing(self.chunk.fmt, len(self.chunk.dims) - 1),
-        )
-
 
 def plan_sum(
     lead: tuple[int, ...], shape: tuple[int, ...], source: BlockFormat, dtype: Any, factor: float, clamp: bool = False
@@ -153,7 +101,7 @@ def _describe(
     elements: int,
     factor: float,
     problems: list[str],
-) -> _Sum | None:
+) -> Sum | None:
     """The call, or None after adding to ``problems``."""
     ratio = source.block_size // fmt.block_size
     if ratio == 0 or (source.bits == 4 and ratio > 1):
@@ -174,10 +122,10 @@ def _describe(
     if chunk is None:
         problems.append(f"{rows * unit} elements are fewer than one program's share")
         return None
-    return _Sum(lead[0], rows, split, source, chunk, factor)
+    return Sum(lead[0], rows, split, source, chunk, factor)
 
 
-def _inputs(call: _Sum, qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None) -> dict[str, jax.Array]:
+def _inputs(call: Sum, qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None) -> dict[str, jax.Array]:
     source, rows = call.source, (call.count, call.rows)
     if source.tiled:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
@@ -199,7 +147,7 @@ def _run_sum(
     scale: jax.Array,
     tile_scale: jax.Array | None,
     *,
-    call: _Sum,
+    call: Sum,
     out: tuple[tuple[int, ...], tuple[int, ...], Any],
     interpret: bool,
 ) -> jax.Array:
@@ -217,7 +165,7 @@ def _run_sum_quantize(
     addend: jax.Array | None,
     hashed_seed: jax.Array | None,
     *,
-    call: _Sum,
+    call: Sum,
     lead: tuple[int, ...],
     shape: tuple[int, ...],
     with_residual: bool,
@@ -237,12 +185,12 @@ def _run_sum_quantize(
     return (*stored_arrays(out, fmt, lead, call.rows // max(1, math.prod(lead)), call.inner), residual)
 
 
-def _body(refs: dict[str, Any], call: _Sum, interpret: bool) -> None:
+def _body(refs: dict[str, Any], call: Sum, interpret: bool) -> None:
     chunk, taken = call.chunk, call.chunk.dims[0]
     # The last program overlaps its neighbour and writes the same bytes again: no masks.
     start = jnp.minimum(lax.axis_index("i") * taken, call.rows - taken)
     where = pl.ds(start, taken)
-    total = _add_all(refs, call, where, interpret)
+    total = add_all(refs, call, where, interpret)
     alike = "total" not in refs and call.source.rotates_like(chunk.fmt)
     if alike:
         total = [numerics.scaled(part, call.factor) for part in total]
@@ -267,56 +215,3 @@ def _body(refs: dict[str, Any], call: _Sum, interpret: bool) -> None:
     seed = refs["seed"][0] if "seed" in refs else None
     first = start * np.int32(math.prod(call.inner))
     store_quantized(total, chunk, first, seed, out, residual, interpret)
-
-
-def _add_all(refs: dict[str, Any], call: _Sum, where: Any, interpret: bool) -> list[jax.Array]:
-    """The sum of all contributions to the chunk, in index order."""
-    step = CONTRIBUTIONS_PER_STEP
-    first = call.unrolled
-
-    def add(total: list[jax.Array], index: Any) -> list[jax.Array]:
-        return [a + b for a, b in zip(total, _contribution(refs, call, where, index, interpret), strict=True)]
-
-    total = _contribution(refs, call, where, 0, interpret)
-    for index in range(1, first):
-        total = add(total, index)
-    if first == call.count:
-        return total
-
-    def steps(i: jax.Array, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        parts = list(total)
-        for offset in range(step):
-            parts = add(parts, first + i * step + offset)
-        return tuple(parts)
-
-    return list(lax.fori_loop(0, (call.count - first) // step, steps, tuple(total)))
-
-
-def _contribution(refs: dict[str, Any], call: _Sum, where: Any, index: Any, interpret: bool) -> list[jax.Array]:
-    """One contribution to the chunk: level times scale, in parts."""
-    source, chunk = call.source, call.chunk
-    target, rank = chunk.part_layout, len(chunk.dims)
-    axes = tuple(range(1 + len(call.split), rank))
-    rows = reduced(target, axes)
-    scale = _compat.load(refs["source_scale"].at[index, where], rows, optimized=False)
-    if source.tiled:
-        tile_layout = reduced(target, tuple(range(1, rank)))
-        tile = _compat.load(refs["source_tile_scale"].at[index, where], tile_layout, optimized=False)
-        scale = spread(tile.astype(jnp.float32), chunk.dims[: 1 + len(call.split)], rows) * numerics.e4m3_value(
-            scale.astype(jnp.int32)
-        )
-    else:
-        scale = scale.astype(jnp.float32)
-    payload = refs["source_qvalue"].at[index, where]
-    pieces = cut(payload, chunk.num_parts) if source.bits == 8 else [payload]
-    codes = [_compat.load(piece, target, optimized=False).astype(jnp.int32) for piece in pieces]
-    if source.bits == 4:
-        codes = codes * 2
-    parts = []
-    for i, code in enumerate(codes):
-        high = source.bits == 4 and i == 1
-        constant = refs["magic"][int(high)] if "magic" in refs else None
-        level, factor = numerics.scaled_level(code, source, high, constant, subnormals=not interpret)
-        scaled = scale if factor == 1.0 else scale * np.float32(factor)
-        parts.append(level * spread(scaled, chunk.part_dims, target))
-    return parts

@@ -32,14 +32,17 @@ def rotate(blocks: jax.Array, width: int | None, factor: float = 1.0) -> jax.Arr
     """
     if width is None:
         return numerics.scaled(blocks, factor)
-    size, values = blocks.shape[-1], blocks * np.float32(numerics.BEFORE_ROTATION)
-    distance = size // width
-    while distance < size:
-        pairs = values.reshape(*blocks.shape[:-1], size // (2 * distance), 2, distance)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        values = jnp.stack([low + high, low - high], axis=-2).reshape(blocks.shape)
-        distance *= 2
-    return numerics.scaled(values, factor * numerics.after_rotation(width))
+    values, apart = blocks * np.float32(numerics.BEFORE_ROTATION), blocks.shape[-1] // width
+    # One array per coordinate: XLA fuses this form best.
+    parts = [values[..., k * apart : (k + 1) * apart] for k in range(width)]
+    stride = 1
+    while stride < width:
+        for k in range(width):
+            if not k & stride:
+                low, high = parts[k], parts[k + stride]
+                parts[k], parts[k + stride] = low + high, low - high
+        stride *= 2
+    return numerics.scaled(jnp.concatenate(parts, axis=-1), factor * numerics.after_rotation(width))
 
 
 def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
