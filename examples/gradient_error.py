@@ -1,18 +1,20 @@
-"""How much of a gradient each format loses, measured on the gradients of a partly trained model.
+"""How much of a gradient each technique and format loses, measured on the gradients of a partly trained model.
 
     python examples/gradient_error.py
 
 trains the byte-level transformer on one device for a while, takes the gradients that 2 nodes x 4 simulated devices
-would reduce, lets zerojax reduce them in every format, and compares with their mean. Relative L2 errors over the
-quantised leaves: raw, and after Adam's preconditioner 1 / (sqrt(v) + eps), which is what an Adam user feels. Numbers
-are means over several batches.
+would reduce, lets zerojax reduce them in every format, and compares with their mean; and takes the gradients at weights
+that travel in every format, and compares with those of plain stage 3. Relative L2 errors over the quantised leaves,
+raw, and after Adam's preconditioner 1 / (sqrt(v) + eps), which is what an Adam user feels. Both for the gradient of one
+step (a mean over several batches) and for the sum over these batches, since what error feedback takes from one step it
+gives back in the next.
 """
 
 import argparse
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ import numpy as np
 import optax
 from gpt import GPTConfig, init_params, make_loss
 from jax.sharding import NamedSharding, PartitionSpec
-from quantized_variants import GRADIENT_VARIANTS, ORIGINAL, is_stacked, reduce_as_original
+from quantized_variants import GRADIENT_VARIANTS, ORIGINAL, WEIGHT_VARIANTS, is_stacked, reduce_as_original
 from simulated import simulate_devices
 from stdlib_text import read_stdlib, sample_batch
 
@@ -30,8 +32,16 @@ CONFIG = GPTConfig(layers=2, d_model=128, heads=4, sequence=64, dtype=jnp.float3
 WINDOWS = 2  # in each device's part of a batch
 
 
-def partly_trained(steps: int, num_batches: int, seed: int = 0) -> tuple[Any, Any, list[Any]]:
-    """Parameters, Adam's second moments, and for each batch the gradients of the eight devices, stacked on dim 0."""
+class Trained(NamedTuple):
+    """A partly trained model and what its next step would be made of."""
+
+    params: Any
+    moments: Any  # Adam's second moments
+    batches: list[np.ndarray]
+    grads: list[Any]  # for each batch the gradients of the eight devices, stacked on dim 0
+
+
+def partly_trained(steps: int, num_batches: int, seed: int = 0) -> Trained:
     loss_fn, text, rng = make_loss(CONFIG), read_stdlib(), np.random.default_rng(seed)
     params = jax.jit(functools.partial(init_params, CONFIG))(jax.random.key(seed))
     tx = optax.adamw(1e-3)
@@ -47,7 +57,7 @@ def partly_trained(steps: int, num_batches: int, seed: int = 0) -> tuple[Any, An
     of_devices = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
     batches = [sample_batch(text.train, rng, 8 * WINDOWS, CONFIG.sequence) for _ in range(num_batches)]
     grads = [of_devices(params, b.reshape(8, WINDOWS, -1)) for b in batches]
-    return params, optax.tree.get(state, "nu"), grads
+    return Trained(params, optax.tree.get(state, "nu"), batches, grads)
 
 
 def inner_product(params: Any, grads: Any) -> jax.Array:
@@ -64,13 +74,36 @@ def inner_product(params: Any, grads: Any) -> jax.Array:
 
 
 def reduced_by_zerojax(params: Any, grads: list[Any], options: dict[str, Any]) -> tuple[list[Any], float]:
-    """Mean gradients as zerojax reduces them, and bits per element between nodes."""
+    """Mean gradients as zerojax reduces them step after step, and bits per element between nodes."""
     layout = _layout(params, stage=3, **options)
-    stored, fn = layout.shard(params), jax.jit(zerojax.value_and_grad(inner_product, layout))
-    means = [layout.unshard(fn(stored, _put(g, layout))[1]) for g in grads]
-    between: Any = layout.config.quantize_gradients[1]  # type: ignore[index]
-    tile = 16 / 1024 if between.scale_dtype != "bfloat16" else 0.0
-    return means, between.bits + (8 if tile else 16) / between.block_size + tile
+    stored, fn, means, carried = layout.shard(params), jax.jit(zerojax.value_and_grad(inner_product, layout)), [], {}
+    if layout.config.error_feedback:
+        carried["feedback"] = zerojax.init_feedback(layout)
+    for g in grads:
+        _, mean, *lost = fn(stored, _put(g, layout), **carried)
+        carried = dict.fromkeys(carried, *lost)
+        means.append(layout.unshard(mean))
+    return means, bits_per_element(layout.config.quantize_gradients[1])  # type: ignore[index]
+
+
+def at_weights_as_they_travel(trained: Trained, options: dict[str, Any]) -> tuple[list[Any], float]:
+    """Mean gradients of stage 3 with a technique for weights, and bits per element of a gather."""
+    layout = _layout(trained.params, stage=3, **options)
+    stored, fn = layout.shard(trained.params), jax.jit(zerojax.value_and_grad(make_loss(CONFIG), layout))
+    means = [layout.unshard(fn(stored, _put(b, layout))[1]) for b in trained.batches]
+    return means, bits_per_element(layout.config.quantize_weights)
+
+
+def bits_per_element(fmt: Any) -> float:
+    """What an element and its share of the scales take on the wire.
+
+    >>> bits_per_element(zerojax.QuantFormat(4, 32, "float8_e4m3fn"))
+    4.265625
+    """
+    if fmt is None:
+        return 8.0 * jnp.dtype(CONFIG.dtype).itemsize
+    wide = fmt.scale_dtype == "bfloat16"
+    return fmt.bits + (16 if wide else 8) / fmt.block_size + (0.0 if wide else 16 / 1024)
 
 
 def reduced_as_original(params: Any, grads: list[Any]) -> list[Any]:
@@ -84,19 +117,31 @@ def reduced_as_original(params: Any, grads: list[Any]) -> list[Any]:
     return [fn(_put(g, layout)) for g in grads]
 
 
-def relative_errors(got: Any, grads: Any, moments: Any) -> tuple[float, float]:
+def means_of(grads: list[Any]) -> list[Any]:
+    """The exact means over the devices."""
+    return [jax.tree.map(lambda g: np.asarray(g, np.float64).mean(axis=0), each) for each in grads]
+
+
+def relative_errors(got: Any, exact: Any, moments: Any) -> tuple[float, float]:
     """Relative L2 error over the quantised leaves: raw, and after Adam's preconditioner."""
     wrong, right = np.zeros(2), np.zeros(2)
     tree = jax.tree_util.tree_leaves_with_path(got)
-    for (path, g), all_g, v in zip(tree, jax.tree.leaves(grads), jax.tree.leaves(moments), strict=True):
+    for (path, g), mean, v in zip(tree, jax.tree.leaves(exact), jax.tree.leaves(moments), strict=True):
         if g.size // (g.shape[0] if is_stacked(path) else 1) < zerojax.ZeroConfig().min_quantize_size:
             continue
-        mean = np.asarray(all_g, np.float64).mean(axis=0)
+        error = np.asarray(g, np.float64) - np.asarray(mean, np.float64)
         for i, weight in enumerate((1.0, 1 / (np.sqrt(np.asarray(v, np.float64)) + 1e-8))):
-            wrong[i] += np.sum(((np.asarray(g, np.float64) - mean) * weight) ** 2)
+            wrong[i] += np.sum((error * weight) ** 2)
             right[i] += np.sum((mean * weight) ** 2)
     raw, preconditioned = np.sqrt(wrong / right)
     return float(raw), float(preconditioned)
+
+
+def errors_of(got: list[Any], exact: list[Any], moments: Any) -> tuple[float, ...]:
+    """Relative errors of one step (raw, preconditioned; means over the steps), then of the sum over the steps."""
+    one = np.mean([relative_errors(g, e, moments) for g, e in zip(got, exact, strict=True)], axis=0)
+    sums = [jax.tree.map(lambda *xs: sum(np.asarray(x, np.float64) for x in xs), *steps) for steps in (got, exact)]
+    return (*map(float, one), *relative_errors(sums[0], sums[1], moments))
 
 
 def _layout(params: Any, **options: Any) -> zerojax.Layout:
@@ -110,25 +155,31 @@ def _put(grads: Any, layout: zerojax.Layout) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="of training before the gradients are taken")
-    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of gradient_error.json")
     flags = parser.parse_args()
     simulate_devices(8)
-    params, moments, grads = partly_trained(flags.steps, flags.batches)
-    rows = []
+    trained, rows = partly_trained(flags.steps, flags.batches), []
 
-    def add(name: str, means: list[Any], bits: float) -> None:
-        errors = np.mean([relative_errors(m, g, moments) for m, g in zip(means, grads, strict=True)], axis=0)
-        rows.append({"format": name, "bits": bits, "raw": errors[0], "preconditioned": errors[1]})
-        print(f"| {name} | {bits:.2f} | {errors[0]:.3f} | {errors[1]:.3f} |", flush=True)
+    def add(name: str, got: list[Any], bits: float, exact: list[Any]) -> None:
+        errors = errors_of(got, exact, trained.moments)
+        names = ("raw", "preconditioned", "raw of the sum", "preconditioned of the sum")
+        rows.append({"format": name, "bits": bits, **dict(zip(names, errors, strict=True))})
+        cells = [name, f"{bits:.2f}", *("0" if e == 0 else f"{e:.3f}" for e in errors)]
+        print("| " + " | ".join(cells), "|", flush=True)
 
-    print("| gradient reduction | bits per element between nodes | raw error | after Adam's preconditioner |")
-    print("|---|---|---|---|")
-    add(ORIGINAL, reduced_as_original(params, grads), 4 + 32 / CONFIG.d_model)
+    print(f"| technique | bits | raw | preconditioned | sum of {flags.batches}: raw | preconditioned |")
+    print("|---|---|---|---|---|---|")
+    stage_3, _ = at_weights_as_they_travel(trained, {})
+    for name, options in WEIGHT_VARIANTS.items():
+        add(name, *at_weights_as_they_travel(trained, options), stage_3)
+    means = means_of(trained.grads)
+    add(ORIGINAL, reduced_as_original(trained.params, trained.grads), 4 + 32 / CONFIG.d_model, means)
     for name, options in GRADIENT_VARIANTS.items():
-        add(name, *reduced_by_zerojax(params, grads, options))
+        add(name, *reduced_by_zerojax(trained.params, trained.grads, options), means)
     flags.out.mkdir(parents=True, exist_ok=True)
-    (flags.out / "gradient_error.json").write_text(json.dumps({"steps": flags.steps, "rows": rows}, indent=1))
+    record = {"steps": flags.steps, "batches": flags.batches, "jax": jax.__version__, "rows": rows}
+    (flags.out / "gradient_error.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

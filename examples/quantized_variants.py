@@ -42,18 +42,23 @@ def _gradients(between: str | QuantFormat, inside: str | QuantFormat = "int8", *
 GRADIENT_VARIANTS: dict[str, dict[str, Any]] = {
     **{f"int8 inside; {name}": _gradients(fmt) for name, fmt in BETWEEN_NODES.items()},
     f"int8 inside; {DEFAULT_BETWEEN}, stochastic": _gradients("int4", rounding="stochastic"),
+    f"int8 inside; {DEFAULT_BETWEEN}, error feedback": _gradients("int4", error_feedback=True),
+    "int8 inside; int4, blocks of 128, error feedback": _gradients(QuantFormat(4, 128), error_feedback=True),
+    f"{DEFAULT_BETWEEN}, inside; int8, blocks of 128, between": _gradients("int8", "int4"),
     f"{DEFAULT_BETWEEN}, both hops": _gradients("int4", "int4"),
+}
+WEIGHT_VARIANTS: dict[str, dict[str, Any]] = {
+    "secondary partition": {"secondary": True},
+    "weights int8, blocks of 256": {"quantize_weights": "int8"},
+    "weights int4, blocks of 64, rotated by 32": {"quantize_weights": "int4"},
+    "weights int4, blocks of 64": {"quantize_weights": QuantFormat(4, 64)},
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 3": {},
     "ZeRO++": {"quantize_weights": "int8", "secondary": True, **_gradients("int4")},
-    "weights int8": {"quantize_weights": "int8"},
-    "weights int4, rotated": {"quantize_weights": "int4"},
-    "secondary partition": {"secondary": True},
+    **WEIGHT_VARIANTS,
     **{f"gradients {name}": options for name, options in GRADIENT_VARIANTS.items()},
-    "gradients default, error feedback": _gradients("int4", error_feedback=True),
-    "gradients int4 of 128, error feedback": _gradients(QuantFormat(4, 128), error_feedback=True),
 }
 
 
