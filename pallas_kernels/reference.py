@@ -10,6 +10,8 @@ float32 counts as non-finite. Kernels equal this file bit for bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,10 @@ import numpy as np
 from pallas_kernels import numerics
 from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.slices import from_blocks, to_blocks
+
+# Contributions of a sum that are decoded one by one, and those that one pass of a loop adds up.
+MOST_DECODED_ALONE = 8
+MOST_AT_ONCE = 64
 
 
 def rotate(blocks: jax.Array, width: int | None, factor: float = 1.0) -> jax.Array:
@@ -138,11 +144,39 @@ def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array
 
 def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
     """Sum over the leading dimension in index order, float32; still rotated if the format rotates."""
+    stored = (qvalue, scale, tile_scale)
+    count = qvalue.shape[0]
+    looped = count - count % MOST_AT_ONCE if count > MOST_AT_ONCE else 0
     total = None
-    for i in range(qvalue.shape[0]):
-        part = dequantize_blocks(qvalue[i], scale[i], None if tile_scale is None else tile_scale[i], fmt)
-        total = part if total is None else total + part
+    if looped:
+        groups = jax.tree.map(lambda a: a[:looped].reshape(-1, MOST_AT_ONCE, *a.shape[1:]), stored)
+        total = _add_in_order(None, jax.tree.map(lambda a: a[0], groups), fmt)
+        total, _ = jax.lax.scan(
+            lambda total, group: (_add_in_order(total, group, fmt), None), total, jax.tree.map(lambda a: a[1:], groups)
+        )
+    if looped < count:
+        total = _add_in_order(total, jax.tree.map(lambda a: a[looped:], stored), fmt)
     assert total is not None, "the public op refuses an empty sum"
+    return total
+
+
+def _add_in_order(total: jax.Array | None, stored: Any, fmt: BlockFormat) -> jax.Array:
+    """``total`` and the contributions, one after the other.
+
+    Each decoded by itself, the compiler makes one pass of it, but its program, and the time to compile it, grow by some
+    thirty operations a contribution: worth it for the few of one node.
+    """
+    qvalue, scale, tile_scale = stored
+    count = qvalue.shape[0]
+    if count > MOST_DECODED_ALONE:
+        together = dequantize_blocks(qvalue, scale, tile_scale, fmt)
+        parts = [together[i] for i in range(count)]
+    else:
+        tiles = [None] * count if tile_scale is None else [tile_scale[i] for i in range(count)]
+        parts = [dequantize_blocks(qvalue[i], scale[i], tiles[i], fmt) for i in range(count)]
+    for part in parts:
+        total = part if total is None else total + part
+    assert total is not None
     return total
 
 

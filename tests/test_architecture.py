@@ -35,16 +35,17 @@ LAYERS: list[tuple[str, ...]] = [
     ("remat", "saved_leaves"),
     ("saving",),
     # Readers of compiled programs and of the layout: nothing above imports them.
-    ("hlo_text", "device_groups", "gpu_targets", "leaf_uses"),
-    ("loop_trips",),
+    ("hlo_text", "device_groups", "gpu_facts", "leaf_uses"),
+    ("loop_trips", "gpu_targets"),
     ("hlo_schedule",),
     ("compiled_collective", "matmul_flops"),
-    ("compiled_program",),
+    ("compiled_program", "node_share"),
     ("memory", "comms"),
     ("plan_time", "plan_models"),
     ("plan_records", "plan_inputs"),
-    ("plan_compile", "plan_memory", "plan_traffic", "plan_advice"),
-    ("planner", "plan_report", "plan_picture"),
+    ("plan_compile", "plan_largest", "plan_memory", "plan_traffic", "plan_advice"),
+    ("plan_configs", "plan_report", "plan_picture"),
+    ("planner",),
     ("cli",),
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}

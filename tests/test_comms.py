@@ -9,8 +9,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import zerojax
 from zerojax import ZeroConfig
-from zerojax.comms import node_share, paper_volume, predict_traffic, secondary_bytes
+from zerojax.comms import paper_volume, predict_traffic, secondary_bytes
 from zerojax.leaf_uses import LeafUse, leaf_uses
+from zerojax.node_share import node_share
 from zerojax.plan_models import GPT_SHAPES, gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")

@@ -1,158 +1,21 @@
-"""Plans: the paper's tables from compiled programs, prediction against program, advice, and what is refused.
-
-The models compiled here are small in operations; the one built-in model that is compiled has 18B parameters.
-"""
+"""Plans from placements: what they hold and say, the advice, the time model, and what is refused."""
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from planned import plan_stack, stack_subject
 
 import zerojax
 from zerojax import ZeroConfig
 from zerojax.gpu_targets import PluginMissing, load_target
-from zerojax.plan_advice import comparison_configs, config_name
+from zerojax.plan_advice import comparison_configs
 from zerojax.plan_models import GPT_SHAPES, GptShape, gpt
 from zerojax.plan_time import Flow, Links, break_even, parse_bandwidth, step_time
 from zerojax.planner import subject_plan
-
-# arXiv 1910.02054, table 1: GB (1e9 bytes) on each device at stages 1, 2 and 3, as printed.
-TABLE_1 = {
-    (7.5, 1): "120 120 120",    (128, 1): "2048 2048 2048", (1000, 1): "16000 16000 16000",
-    (7.5, 4): "52.5 41.3 30",   (128, 4): "896 704 512",    (1000, 4): "7000 5500 4000",
-    (7.5, 16): "35.6 21.6 7.5", (128, 16): "608 368 128",   (1000, 16): "4750 2875 1000",
-    (7.5, 64): "31.4 16.6 1.88", (128, 64): "536 284 32",   (1000, 64): "4187 2218 250",
-    (7.5, 256): "30.4 15.4 0.47", (128, 256): "518 263 8",  (1000, 256): "4046 2054 62.5",
-    (7.5, 1024): "30.1 15.1 0.12", (128, 1024): "513 257 2", (1000, 1024): "4011 2013 15.6",
-}  # fmt: skip
-
-
-@pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize(("billions", "devices"), TABLE_1)
-def test_table_1_of_the_zero_paper_is_met_by_the_arguments_of_compiled_programs(billions, devices):
-    local = min(devices, 8)
-    params = {"w": jax.ShapeDtypeStruct((round(billions * 1000), 1_000_000), jnp.bfloat16)}
-    found = zerojax.plan(
-        lambda p, x: jnp.mean(p["w"].astype(jnp.float32)) * jnp.mean(x), params,
-        jax.ShapeDtypeStruct((devices,), jnp.float32), optax.adam(1e-3), num_nodes=devices // local,
-        devices_per_node=local, configs=[ZeroConfig(stage=s) for s in (1, 2, 3)], largest_microbatch=False,
-    )  # fmt: skip
-    for one, printed in zip(found.configs, TABLE_1[billions, devices].split(), strict=True):
-        assert one.memory.compiled is not None, one.error
-        # Gradients are made and used up inside the step: their class is the placements'; the rest are arguments.
-        held = (one.memory.compiled.argument + one.memory.classes["grads"]) / 1e9
-        # The paper rounds below 1000 GB and cuts above (4187.5 -> 4187); both are within one unit of the last digit.
-        assert abs(held - float(printed)) < 10.0 ** -len(printed.partition(".")[2])
-        # Buffers are rounded up to whole words.
-        assert 0 <= one.memory.difference <= 8
-
-
-def stack_subject(layers=4, width=512):
-    """Two matrices a layer, scanned and recomputed: few operations, so that it compiles fast."""
-
-    def loss(params, x):
-        def layer(h, p):
-            return h + jnp.tanh(h @ p["up"]) @ p["down"], None
-
-        h, _ = jax.lax.scan(jax.checkpoint(layer), x, params)
-        return jnp.mean(h.astype(jnp.float32) ** 2)
-
-    params = {
-        "up": jax.ShapeDtypeStruct((layers, width, 4 * width), jnp.bfloat16),
-        "down": jax.ShapeDtypeStruct((layers, 4 * width, width), jnp.bfloat16),
-    }
-    return loss, params, jax.ShapeDtypeStruct((1, 256, width), jnp.bfloat16), optax.adamw(1e-3)
-
-
-def plan_stack(*, layers=4, width=512, **options):
-    return zerojax.plan(*stack_subject(layers, width), **{"examples_per_device": 1, **options})
-
-
-@pytest.fixture(scope="module")
-def compared():
-    return plan_stack(
-        width=1536, num_nodes=48, configs=comparison_configs()[3:], largest_microbatch=False, bandwidth="100Gbit/s"
-    )
-
-
-# arXiv 2306.10209, table 1: bytes into each node, in M, for stage 3 and each technique, and all three.
-TABLE_ZERO_PLUS_PLUS = [3.0, 2.0, 2.0, 2.25, 0.75]
-
-
-@pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize("index", range(5))
-def test_the_zero_plus_plus_volumes_are_met_by_compiled_programs(compared, index):
-    one, paper = compared.configs[index], TABLE_ZERO_PLUS_PLUS[index]
-    assert one.is_compiled, one.error
-    volume = one.node_bytes / compared.model_bytes
-    # A node holds 1/48 of everything already; scales add up to 1.6 % of all three techniques (see test_comms).
-    assert 47 / 48 * paper * 0.999 <= volume <= 1.05 * paper, config_name(one.config)
-
-
-@pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize("index", range(5))
-def test_prediction_and_compiled_program_agree(compared, index):
-    one = compared.configs[index]
-    assert one.received_bytes == pytest.approx(one.predicted_received, rel=0.01)
-    assert one.node_bytes == pytest.approx(one.predicted_node, rel=0.01)
-    assert "agree" in one.explanation
-    # State and batch to the byte, but for buffers rounded up to 256 bytes.
-    assert 0 <= one.memory.difference <= 256 * 20
-    memory = one.memory
-    assert memory.total == memory.compiled.total
-    # The classes make up the total, but for rounded buffers; or less than their sum, and the plan says so.
-    classes = sum(memory.classes.values()) + memory.difference
-    if "do not all live at once" in memory.explanation:
-        assert classes > memory.total
-    else:
-        assert classes == memory.total
-
-
-@pytest.mark.needs_cuda_plugin
-def test_the_wire_of_each_technique_is_told(compared):
-    plain, weights, secondary, gradients, everything = compared.configs
-
-    def dtypes(one, kind):
-        return {d for s in one.streams if s.kind == kind and s.received_bytes > 1e6 for d in s.dtypes}
-
-    assert dtypes(plain, "all-gather") == {"uint16"}  # bfloat16 as bits
-    assert dtypes(weights, "all-gather") <= {"int8", "uint16"}
-    assert "int8" in dtypes(weights, "all-gather")
-    assert dtypes(gradients, "all-to-all") == {"uint8"}  # levels and scales in one message
-    backward = [
-        s for s in secondary.streams if s.phase == "backward" and s.kind == "all-gather" and s.received_bytes > 1e6
-    ]
-    assert {s.axes for s in backward} == {("local",)}
-    assert {s.manner for s in everything.streams} <= {"overlapped", "asynchronous", "blocking"}
-    assert any(s.in_loop for s in everything.streams)
-
-
-@pytest.mark.needs_cuda_plugin
-def test_on_a_slow_network_the_plan_recommends_what_sends_least(compared):
-    chosen = compared.configs[compared.recommended]
-    assert chosen.node_bytes == min(one.node_bytes for one in compared.configs if one.memory.fits)
-    assert {t.verdict for t in compared.techniques} == {"yes"}
-    assert all(t.break_even > compared.links.node_bandwidth for t in compared.techniques)
-
-
-@pytest.mark.needs_cuda_plugin
-def test_the_largest_microbatch_fits_and_one_example_more_does_not():
-    # A GPU with room for some tens of examples of 256 rows.
-    small = dataclasses.replace(load_target("h100"), memory_bytes=300_000_000)
-    options = {"target": small, "num_nodes": 1, "usable": 1.0, "config": ZeroConfig(stage=3)}
-    largest = plan_stack(**options).configs[0].largest
-    assert largest is not None
-    assert "line through compiles" in largest.method
-    assert largest.examples > 2
-    for examples, fits in ((int(largest.examples * 0.9), True), (int(largest.examples * 1.2) + 1, False)):
-        again = plan_stack(**{**options, "examples_per_device": examples}, largest_microbatch=False)
-        assert again.configs[0].memory.fits == fits, (largest, examples, again.configs[0].memory)
 
 
 def test_tracing_and_lowering_do_not_grow_with_the_layers():
@@ -176,33 +39,6 @@ def test_built_in_models_have_the_size_of_their_name(name):
     assert found.parameters == pytest.approx(nominal, rel=0.03)
     # 8 FLOP per parameter and token with recomputation (2 forward, 4 backward, 2 again), attention and logits on top.
     assert found.flops == pytest.approx(8 * found.parameters * 2048, rel=0.1)
-
-
-@pytest.mark.needs_cuda_plugin
-def test_the_18b_step_for_384_gpus_is_planned_on_two_cores():
-    code = """
-import json, resource, sys
-from zerojax.plan_models import GPT_SHAPES, gpt
-from zerojax.planner import subject_plan
-plan = subject_plan(gpt(GPT_SHAPES["18b"]), examples_per_device=1, largest_microbatch=False)
-own, children = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-spent = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
-# Not ru_maxrss: a process inherits that from the one that started it, here the whole test run.
-peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-one = plan.configs[0]
-json.dump({"seconds": spent, "bytes": int(peak.split()[1]) * 1024, "node": one.node_bytes / plan.model_bytes,
-           "compiled": one.is_compiled, "explanation": one.explanation, "fits": one.memory.fits}, sys.stdout)
-"""
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=True,
-                          capture_output=True, text=True)  # fmt: skip
-    found = json.loads(done.stdout)
-    assert found["compiled"]
-    assert found["fits"]
-    # 20 s of two idle cores. Processor time, since other work on the machine must not fail the test.
-    assert found["seconds"] < 40
-    assert found["bytes"] < 2e9
-    assert found["node"] == pytest.approx(3 * 47 / 48, rel=0.001)
-    assert "agree" in found["explanation"]
 
 
 def test_a_plan_from_placements_has_every_part_but_the_compilers():

@@ -24,9 +24,10 @@ import jax
 from zerojax.config import ZeroConfig
 from zerojax.gpu_targets import TARGETS, PluginMissing
 from zerojax.plan_advice import comparison_configs
+from zerojax.plan_configs import Progress
 from zerojax.plan_models import GPT_SHAPES, Subject, gpt
 from zerojax.plan_records import Plan
-from zerojax.planner import Progress, subject_plan
+from zerojax.planner import subject_plan
 
 _MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
 _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install 'zerojax[plan]'"

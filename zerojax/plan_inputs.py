@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from zerojax.gpu_targets import GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
+from zerojax.gpu_facts import GpuTarget, load_target
+from zerojax.gpu_targets import PluginMissing, absent_mesh, check_plugin
 from zerojax.leaf_uses import LeafUse, leaf_uses, traced_flops
-from zerojax.plan_models import Subject
+from zerojax.plan_models import Subject, is_offloaded, without_sharding
 
 Tree = Any
 
@@ -49,9 +50,10 @@ class Cluster(NamedTuple):
 
 def trace_subject(subject: Subject, examples: int) -> tuple[list[tuple[LeafUse, ...]], int]:
     """How the loss uses each parameter, and its FLOP, on one device's microbatch."""
-    batch = subject.with_examples(examples).batch
+    shapes = (subject.params, subject.with_examples(examples).batch, subject.rest)
+    shapes = jax.tree.map(without_sharding, shapes)
     try:
-        jaxpr = jax.make_jaxpr(lambda p, b, r: subject.loss_fn(p, b, *r))(subject.params, batch, subject.rest)
+        jaxpr = jax.make_jaxpr(lambda p, b, r: subject.loss_fn(p, b, *r))(*shapes)
     except Exception as error:
         first = (str(error).strip() or repr(error)).splitlines()[0]
         raise ValueError(f"the loss cannot be traced with these shapes: {type(error).__name__}: {first}") from error
@@ -100,12 +102,16 @@ def sized_subject(subject: Subject, examples: int | None, replicas: int, microba
 
 
 def shapes_of(tree: Tree, what: str) -> Tree:
-    """A pytree of arrays or shapes as shapes, shardings kept."""
+    """A pytree of arrays or shapes as shapes; the shardings of shapes, and of arrays in host memory, are kept."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        found = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding)
+        return found if is_offloaded(found) else without_sharding(found)
+
     try:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
-            if isinstance(x, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)),
-            tree,
-        )  # fmt: skip
+        return jax.tree.map(shape_of, tree)
     except TypeError as error:
         raise ValueError(f"plan({what}=...) must hold arrays or jax.ShapeDtypeStructs: {error}") from error

@@ -22,7 +22,9 @@ from zerojax.leaf_uses import LeafUse
 from zerojax.memory import model_state_bytes
 from zerojax.optimizer import placements_of_state
 from zerojax.placement import Placement
+from zerojax.plan_models import is_offloaded, without_sharding
 from zerojax.plan_records import Memory, Replicated
+from zerojax.train_state import TrainState
 
 Tree = Any
 # XLA rounds each buffer up to a whole number of these.
@@ -50,20 +52,22 @@ def plan_memory(
         capacity: bytes that may be used.
     """
     state = model_state_bytes(layout, tx).per_device
+    local, host = _batch_bytes(layout, batch, rest)
     arguments = {
         "params": state.params,
         "master": state.master,
         "moments": state.moments,
         "error_feedback": sum(map(_own_bytes, jax.tree.leaves(init_feedback(layout, abstract=True)))),
-        "batch": sum(map(_shape_bytes, jax.tree.leaves((local_shapes(batch, layout), rest)))) + 4,  # the step counter
+        "batch": local + _counter_bytes(layout),
     }
     inside = {"grads": state.grads, "secondary": secondary_bytes(layout, uses)}
     predicted = sum(arguments.values())
     if compiled is None:
         why = "activations, temporaries and gathered weights are not in the total: they are the compiler's"
         classes = {**arguments, **inside}
-        return Memory(classes, sum(classes.values()), capacity, None, predicted, 0, why)
-    difference = compiled.argument - predicted
+        return Memory(classes, sum(classes.values()), capacity, None, predicted, 0, why, host)
+    # Devices that are not there have one memory: the compiler counts arguments in host memory as the device's.
+    difference = compiled.argument - host - predicted
     activations = compiled.temp - sum(inside.values())
     output = compiled.output - compiled.alias
     classes = {
@@ -73,7 +77,37 @@ def plan_memory(
     number = len(jax.tree.leaves(layout.placements)) * 4
     state_bytes = predicted - arguments["batch"]
     why = _explain(difference, predicted, state_bytes, number, compiled, activations)
-    return Memory(classes, compiled.total, capacity, compiled, predicted, difference, why, compiled.host_temp)
+    if host:
+        why += f"; {host:,} bytes of arguments wait in host memory and are left out of the compiler's count"
+    total, offloaded = compiled.total - host, compiled.host_temp + host
+    return Memory(classes, total, capacity, compiled, predicted, difference, why, offloaded)
+
+
+def _counter_bytes(layout: Layout) -> int:
+    """Bytes of what a train state carries besides parameters, optimizer state and feedback: counters and flags."""
+    state = TrainState.create(layout.param_shapes(), optax.identity())
+    return sum(map(_shape_bytes, jax.tree.leaves(state._replace(params=None, opt_state=optax.EmptyState()))))  # type: ignore[arg-type]
+
+
+def offloaded_arguments(layout: Layout, batch: Tree, rest: tuple[Any, ...]) -> int:
+    """Bytes of one device's part of the batch and of further arguments whose sharding is in pinned host memory.
+
+    Args:
+        layout: the layout.
+        batch: global shapes of the batch.
+        rest: shapes of the further arguments of the loss.
+    """
+    return _batch_bytes(layout, batch, rest)[1]
+
+
+def _batch_bytes(layout: Layout, batch: Tree, rest: tuple[Any, ...]) -> tuple[int, int]:
+    """Bytes of the batch and further arguments on one device: in its memory, and in the host's."""
+    given = jax.tree.leaves((batch, rest))
+    sizes = map(_shape_bytes, jax.tree.leaves((local_shapes(batch, layout), rest)))
+    held = {False: 0, True: 0}
+    for x, size in zip(given, sizes, strict=True):
+        held[is_offloaded(x)] += size
+    return held[False], held[True]
 
 
 def _explain(
@@ -139,7 +173,7 @@ def padding_notice(layout: Layout) -> list[str]:
 
 
 def _shape_bytes(x: Any) -> int:
-    return math.prod(x.shape) * jax.eval_shape(lambda y: y, x).dtype.itemsize
+    return math.prod(x.shape) * jax.eval_shape(lambda y: y, without_sharding(x)).dtype.itemsize
 
 
 def _own_bytes(x: jax.ShapeDtypeStruct) -> int:

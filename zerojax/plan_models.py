@@ -26,9 +26,10 @@ class Subject:
     Attributes:
         loss_fn: as for `zerojax.value_and_grad`.
         params: pytree of `jax.ShapeDtypeStruct`: logical shapes of the parameters.
-        batch: pytree of `jax.ShapeDtypeStruct`: the batch of one step, all devices and microbatches together.
+        batch: pytree of `jax.ShapeDtypeStruct`: the batch of one step, all devices and microbatches together. A
+            sharding with `memory_kind="pinned_host"` says that a leaf waits in host memory; no more of it is read.
         tx: an optax transformation, not wrapped by `zerojax.zero`.
-        rest: shapes of the further arguments of the loss.
+        rest: shapes of the further arguments of the loss; in host memory as in `batch`.
         has_aux: as for `zerojax.value_and_grad`.
         weighted: as for `zerojax.value_and_grad`.
         specs: as for `zerojax.partition`.
@@ -50,9 +51,22 @@ class Subject:
     def with_examples(self, examples: int, name: str | None = None) -> Subject:
         """The same with a batch of so many examples in all (the leading dim of every leaf that has one)."""
         batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]) if x.shape else (), x.dtype), self.batch
+            lambda x: jax.ShapeDtypeStruct(
+                (examples, *x.shape[1:]) if x.shape else (), x.dtype, sharding=x.sharding if is_offloaded(x) else None
+            ),
+            self.batch,
         )
         return dataclasses.replace(self, batch=batch, name=name or self.name)
+
+
+def is_offloaded(x: jax.ShapeDtypeStruct) -> bool:
+    """Whether the sharding of an argument's shape says that it waits in pinned host memory."""
+    return getattr(x.sharding, "memory_kind", None) == "pinned_host"
+
+
+def without_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape alone."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

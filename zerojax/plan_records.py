@@ -13,7 +13,7 @@ from typing import Any
 
 from zerojax.compiled_program import MemoryFigures
 from zerojax.config import ZeroConfig
-from zerojax.gpu_targets import GpuTarget
+from zerojax.gpu_facts import GpuTarget
 from zerojax.plan_time import Links, StepTime
 
 
@@ -42,13 +42,13 @@ class Memory:
         classes: by class, largest-lived first: "params", "master", "moments", "error_feedback", "batch", "grads",
             "secondary", and where a program was compiled "activations" (with temporaries and gathered weights) and
             "code". Gradients and the secondary partition are part of the program's temporaries.
-        total: their sum, or the compiled program's own total.
+        total: their sum, or the compiled program's own total, less arguments in host memory.
         capacity: what may be used of the device.
         compiled: the compiler's figures, or None.
         predicted_arguments: state and batch by the placements, to compare with `compiled.argument`.
-        difference: compiled arguments less the predicted ones; 0 means that they agree.
+        difference: compiled arguments in device memory less the predicted ones; 0 means that they agree.
         explanation: where the difference comes from, or what the figures leave out.
-        offloaded: bytes held in host memory.
+        offloaded: bytes held in host memory: temporaries of the program, and arguments whose sharding says so.
     """
 
     classes: dict[str, int]

@@ -18,7 +18,7 @@ from zerojax.plan_records import ConfigPlan, Plan
 
 _MEANING = {
     "params": "parameters", "master": "master weights", "moments": "optimizer moments",
-    "batch": "batch and step counter", "error_feedback": "error feedback", "grads": "gradients",
+    "batch": "batch and counters", "error_feedback": "error feedback", "grads": "gradients",
     "secondary": "secondary partition",
     "activations": "activations, gathered weights, workspace", "code": "machine code", "outputs": "further results",
 }  # fmt: skip
@@ -112,7 +112,7 @@ def _memory(one: ConfigPlan) -> Group:
     if memory.compiled:
         table.add_section()
         table.add_row("arguments, predicted", f"{memory.predicted_arguments / 1e9:.6f}")
-        table.add_row("arguments, compiled", f"{memory.compiled.argument / 1e9:.6f}")
+        table.add_row("arguments, compiled", f"{(memory.predicted_arguments + memory.difference) / 1e9:.6f}")
         table.add_row("temporaries, compiled", _gb(memory.compiled.temp))
     lines = [memory.explanation]
     if one.largest is not None:
@@ -134,14 +134,17 @@ def _replicated(one: ConfigPlan) -> Table:
 
 def _traffic(plan: Plan, one: ConfigPlan) -> Group:
     source = "compiled program" if one.is_compiled else "placements"
-    table = _table(f"Communication: GB per step into a device and into a node ({source})")
+    table = _table(f"Communication: GB per step into a device and into a node ({source})", padding=0)
     for name in ("phase", "collective", "axes", "dtype", "loop", "manner", "runs", "device", "node"):
-        table.add_column(name, justify="right" if name in ("runs", "device", "node") else "left", no_wrap=True)
+        number = name in ("runs", "device", "node")
+        # Long names are broken in two, numbers and manner never.
+        table.add_column(name, justify="right" if number else "left", no_wrap=number or name == "manner",
+                         overflow="fold")  # fmt: skip
     small = [s for s in one.streams if s.received_bytes < 1e-3 * one.received_bytes]
     for s in one.streams:
         if s not in small:
             table.add_row(
-                s.phase, s.kind, "+".join(s.axes), "+".join(s.dtypes), "loop" if s.in_loop else "once",
+                s.phase, s.kind, "+\n".join(s.axes), "+\n".join(s.dtypes), "loop" if s.in_loop else "once",
                 s.manner.replace("asynchronous", "async"),
                 str(s.executions), _gb(s.received_bytes), _gb(s.node_bytes),
             )  # fmt: skip
@@ -181,8 +184,8 @@ def _advice(plan: Plan) -> Text:
     return Text("\n".join([*lines, *([plan.lacking] if plan.lacking else [])]))
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(title: str, padding: int = 1) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, padding, 0, 0))
 
 
 def _gb(size: float | None) -> str:

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-from zerojax.gpu_targets import GpuTarget
+from zerojax.gpu_facts import GpuTarget
 
 # Of the datasheet's dense bf16 peak: what large matrix products reach in well-tuned training runs.
 EFFICIENCY = 0.5

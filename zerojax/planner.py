@@ -10,46 +10,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from zerojax.comms import Move, predict_traffic
-from zerojax.compiled_program import CompiledProgram
 from zerojax.config import ZeroConfig
-from zerojax.gpu_targets import GpuTarget
-from zerojax.layout import Layout
-from zerojax.notices import ZeroNotice, notices
+from zerojax.gpu_facts import GpuTarget
 from zerojax.optimizer import ShardedTransformation
-from zerojax.partition import partition
-from zerojax.plan_advice import (
-    NICKNAMES,
-    config_name,
-    flows_of,
-    judge_technique,
-    plain_config,
-    recommend,
-    with_technique,
-)
-from zerojax.plan_compile import compile_step
-from zerojax.plan_inputs import Cluster, lacking_compiler, make_cluster, shapes_of, sized_subject, trace_subject
-from zerojax.plan_memory import padding_notice, plan_memory, replicated_leaves
+from zerojax.plan_advice import NICKNAMES, judge_technique, plain_config, recommend, with_technique
+from zerojax.plan_configs import ConfigPlanner, Progress
+from zerojax.plan_inputs import lacking_compiler, make_cluster, shapes_of, sized_subject
 from zerojax.plan_models import Subject
-from zerojax.plan_records import ConfigPlan, Largest, Plan, Technique
-from zerojax.plan_time import EFFICIENCY, Flow, Links, machine_links, step_time
-from zerojax.plan_traffic import explain_traffic, predicted_streams, program_streams
+from zerojax.plan_records import Plan, Technique
+from zerojax.plan_time import EFFICIENCY, machine_links
 
 Tree = Any
-# (steps done, steps in all, what comes next)
-Progress = Callable[[int, int, str], None]
 # Share of the device memory that is planned with: the rest is CUDA's context, NCCL's buffers and fragmentation.
 USABLE = 0.92
-# A line is trusted up to so many times the microbatch that it was drawn through.
-_FAR = 4
 
 
 def plan(
@@ -138,133 +117,46 @@ def plan(
     lacking = lacking_compiler(compiles)
     replicas = cluster.num_devices // math.prod(cluster.extra_axes.values())
     subject, examples = sized_subject(subject, examples_per_device, replicas, microbatches)
-    planner = _Planner(subject, cluster, links, examples, microbatches, int(cluster.target.memory_bytes * usable),
-                       compiles=not lacking, largest=largest_microbatch, progress=progress)  # fmt: skip
-    return planner.run(wanted, lacking)
+    planner = ConfigPlanner(
+        subject, cluster, links, examples, microbatches, int(cluster.target.memory_bytes * usable),
+        compiles=not lacking, largest=largest_microbatch, progress=progress,
+    )  # fmt: skip
+    return _plan_of(planner, wanted, lacking)
 
 
-class _Planner:
-    """One plan being made."""
+def _plan_of(planner: ConfigPlanner, configs: list[ZeroConfig], lacking: str) -> Plan:
+    """The plan as a record: configurations, advice, and the choice between them."""
+    subject, cluster = planner.subject, planner.cluster
+    found = planner.plan(configs)
+    plans = tuple(one for one, _ in found)
+    flops, source = next((flops for _, flops in found if flops), 0), "compiled program"
+    if not flops:
+        flops, source = planner.flops * planner.microbatches, "traced loss"
+    chosen, why = recommend(plans, planner.capacity)
+    leaves = jax.tree.leaves(subject.params)
+    sizes = [math.prod(x.shape) for x in leaves]
+    widths = [
+        max((use.dtype.itemsize for use in of_leaf), default=x.dtype.itemsize)
+        for x, of_leaf in zip(leaves, planner.uses, strict=True)
+    ]
+    return Plan(
+        subject.name, sum(sizes), sum(map(operator.mul, sizes, widths)), planner.examples, planner.microbatches,
+        cluster.target, cluster.num_nodes, cluster.devices_per_node, planner.links, flops, source, plans,
+        _techniques(planner, configs[0], flops), chosen, why, lacking,
+    )  # fmt: skip
 
-    def __init__(
-        self, subject: Subject, cluster: Cluster, links: Links, examples: int, microbatches: int, capacity: int, *,
-        compiles: bool, largest: bool, progress: Progress | None,
-    ) -> None:  # fmt: skip
-        self.subject, self.cluster, self.links = subject, cluster, links
-        self.examples, self.microbatches, self.capacity = examples, microbatches, capacity
-        self.compiles, self.largest = compiles, largest and compiles
-        self.progress = progress or (lambda done, total, text: None)
-        self.uses, self.traced = trace_subject(subject, examples)
 
-    def run(self, configs: list[ZeroConfig], lacking: str) -> Plan:
-        steps = len(configs) * (2 if self.largest else 1)
-        plans: list[ConfigPlan] = []
-        flops, source = 0, "compiled program"
-        for index, config in enumerate(configs):
-            text = config_name(config)
-            self.progress(index * steps // len(configs), steps, text)
-            one, counted = self.plan_config(config, lambda n, i=index, t=text: self.progress(2 * i + n, steps, t))
-            plans.append(one)
-            flops = flops or counted
-        self.progress(steps, steps, "")
-        if not flops:
-            flops, source = self.traced * self.microbatches, "traced loss"
-        chosen, why = recommend(plans, self.capacity)
-        leaves = jax.tree.leaves(self.subject.params)
-        sizes = [math.prod(x.shape) for x in leaves]
-        widths = [
-            max((use.dtype.itemsize for use in of_leaf), default=x.dtype.itemsize)
-            for x, of_leaf in zip(leaves, self.uses, strict=True)
-        ]
-        return Plan(
-            self.subject.name, sum(sizes), sum(map(operator.mul, sizes, widths)), self.examples, self.microbatches,
-            self.cluster.target, self.cluster.num_nodes, self.cluster.devices_per_node, self.links, flops, source,
-            tuple(plans), self.techniques(configs[0], flops), chosen, why, lacking,
-        )  # fmt: skip
-
-    def plan_config(self, config: ZeroConfig, tell: Callable[[int], None]) -> tuple[ConfigPlan, int]:
-        """One configuration, and the FLOP counted in its program (0: none was compiled)."""
-        layout = self.layout(config, absent=self.compiles)
-        moves = self.moves(layout)
-        start, program, error = time.perf_counter(), None, ""
-        if self.compiles:
-            program, error = self.compile(layout, self.subject)
-        spent = time.perf_counter() - start
-        figures = None if program is None else program.memory
-        memory = self.memory(layout, self.subject, figures)
-        largest = None
-        if program is not None and self.largest:
-            tell(1)
-            largest = self.find_largest(layout, memory.total)
-        streams = predicted_streams(moves) if program is None else program_streams(program, layout)
-        if program is None:
-            flows, flops = flows_of(moves), self.traced * self.microbatches
-        else:
-            flows = [Flow(s.received_bytes, s.node_bytes, s.manner == "overlapped") for s in streams]
-            flops = program.matmul_flops or self.traced * self.microbatches
-        received, entering = (sum(getattr(m, k) for m in moves) for k in ("received_bytes", "node_bytes"))
-        return ConfigPlan(
-            name=config_name(config), config=config, memory=memory,
-            notice="; ".join([*notices(layout.mesh, config, layout.leaves), *padding_notice(layout)]),
-            replicated=replicated_leaves(layout, self.subject.tx), streams=streams,
-            predicted_received=received, predicted_node=entering,
-            received_bytes=sum(s.received_bytes for s in streams), node_bytes=sum(s.node_bytes for s in streams),
-            explanation=explain_traffic(moves, streams) if program else "predicted from placements",
-            time=step_time(flops, flows, sum(m.pass_bytes for m in moves), self.links),
-            largest=largest, compile_seconds=spent if self.compiles else 0.0, error=error,
-        ), (0 if program is None else flops)  # fmt: skip
-
-    def layout(self, config: ZeroConfig, *, absent: bool) -> Layout:
-        mesh = self.cluster.mesh(config.axes, absent=absent)
-        subject = self.subject
-        with warnings.catch_warnings():  # notices are in the plan
-            warnings.simplefilter("ignore", ZeroNotice)
-            return partition(subject.params, mesh, config, specs=subject.specs, trainable=subject.trainable)
-
-    def moves(self, layout: Layout) -> tuple[Move, ...]:
-        return predict_traffic(layout, self.uses, microbatches=self.microbatches, num_nodes=self.cluster.num_nodes)
-
-    def memory(self, layout: Layout, subject: Subject, figures: Any) -> Any:
-        return plan_memory(layout, subject.tx, subject.batch, subject.rest, self.uses, figures, self.capacity)
-
-    def compile(self, layout: Layout, subject: Subject) -> tuple[CompiledProgram | None, str]:
-        return compile_step(subject, layout, microbatches=self.microbatches, num_nodes=self.cluster.num_nodes)
-
-    def find_largest(self, layout: Layout, total: int) -> Largest | None:
-        """A line through the totals of two compiled steps: at the microbatch given, and at twice that.
-
-        Where it leads far beyond them, a third step is compiled there and the line drawn anew.
-        """
-        sizes = [(self.examples, total)]
-        examples = 2 * self.examples
-        while True:
-            larger = self.subject.with_examples(examples * layout.num_shards * self.microbatches)
-            program, error = self.compile(layout, larger)
-            if program is None or program.memory is None:
-                return Largest(0, error) if error and len(sizes) == 1 else None
-            sizes.append((examples, program.memory.total))
-            (few, least), (many, most) = sizes[-2:]
-            per_example = (most - least) / (many - few)
-            compiled = ", ".join(str(size) for size, _ in sizes)
-            method = f"line through compiles at {compiled} examples: {per_example / 1e9:.3g} GB per example"
-            if per_example <= 0:
-                fitting = max((size for size, held in sizes if held <= self.capacity), default=0)
-                return Largest(fitting, method + ", no bound found")
-            examples = max(0, math.floor(many + (self.capacity - most) / per_example))
-            if len(sizes) == 3 or examples <= _FAR * many:
-                return Largest(examples, method)
-
-    def techniques(self, base: ZeroConfig, flops: float) -> tuple[Technique, ...]:
-        """Each technique against stage 3 without it, by the placements."""
-        plain = plain_config(base)
-        before = self.moves(self.layout(plain, absent=False))
-        found = []
-        for name in NICKNAMES:
-            if name == "secondary" and len(plain.axes) < 2:
-                continue
-            after = self.moves(self.layout(with_technique(plain, name), absent=False))
-            found.append(judge_technique(name, before, after, flops, self.links, self.cluster.num_nodes))
-        return tuple(found)
+def _techniques(planner: ConfigPlanner, base: ZeroConfig, flops: float) -> tuple[Technique, ...]:
+    """Each technique against stage 3 without it, by the placements."""
+    plain = plain_config(base)
+    before = planner.moves(planner.layout(plain, absent=False))
+    found = []
+    for name in NICKNAMES:
+        if name == "secondary" and len(plain.axes) < 2:
+            continue
+        after = planner.moves(planner.layout(with_technique(plain, name), absent=False))
+        found.append(judge_technique(name, before, after, flops, planner.links, planner.cluster.num_nodes))
+    return tuple(found)
 
 
 def subject_plan(subject: Subject, **options: Any) -> Plan:

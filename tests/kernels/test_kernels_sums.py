@@ -1,5 +1,6 @@
 """The meaning of the sums, of slices in destination order, and of byte messages."""
 
+import functools
 from typing import Any
 
 import jax
@@ -49,6 +50,24 @@ def test_dequantize_sum_takes_any_lead_dimension_up_to_64_contributions_and_any_
     np.testing.assert_allclose(np.asarray(inner).sum(0), np.asarray(total), atol=slack, rtol=0)
     np.testing.assert_array_equal(np.asarray(bfloat16), np.asarray(total.astype(jnp.bfloat16)))
     np.testing.assert_array_equal(np.asarray(float16), np.asarray(total.astype(jnp.float16)))
+
+
+def test_many_contributions_are_added_in_index_order_too(rng):
+    x = jnp.asarray(rng.standard_normal((150, 300)), jnp.float32)
+    q = pk.quantize_slices(x, dim=0, num_slices=150, **FORMATS[3].keywords())
+    total, each = quick(lambda q: (pk.dequantize_sum(q), pk.dequantize(q)))(q)
+    in_order = np.add.accumulate(np.asarray(each), axis=0)[-1]
+    np.testing.assert_array_equal(np.asarray(total), in_order)
+
+
+def test_the_program_of_a_sum_does_not_grow_with_the_contributions():
+    def lines(count):
+        cut = functools.partial(pk.quantize_slices, dim=0, num_slices=count, **FORMATS[3].keywords())
+        q = jax.eval_shape(cut, jnp.ones((1536, 64)))
+        return len(jax.jit(pk.dequantize_sum).lower(q).as_text().splitlines())
+
+    assert lines(512) == lines(128)
+    assert lines(48) < 5 * lines(1)  # four lines of slice and sum for each, not thirty
 
 
 @pytest.mark.parametrize("source", [FORMATS[0], FORMATS[3], FORMATS[5]], ids=str)
