@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 import pallas_kernels as pk
 from pallas_kernels import absent_gpu, backend, mosaic_gpu, sass
 from pallas_kernels.absent_gpu import has_nvidia_gpu
+from pallas_kernels.program_bytes import moved_bytes
 
 SHAPES = {
     "1b-mlp": (2048, 8192),
@@ -39,19 +39,6 @@ INT4 = pk.BlockFormat(bits=4, block_size=256)
 INT4_TILED = pk.BlockFormat(bits=4, block_size=32, scale_dtype="float8_e4m3fn")
 INT4_ROTATED = pk.BlockFormat(bits=4, block_size=64, rotate=32)
 COUNT = 8
-_ITEM = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "f8e4m3fn": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,27 +119,6 @@ def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]
         Op("quantize_slices int8/128, pack_bytes", send, (leaf,), sent, size),
         Op(f"unpack_bytes, d_sum_q {COUNT}x int8/128 -> int4/32e4m3", receive, (message,), fused, size // COUNT),
     ]
-
-
-def moved_bytes(program: str) -> tuple[int, int]:
-    """``(bytes, kernels)`` of a compiled GPU program: operands and results of each launched instruction."""
-    entry = program[program.index("ENTRY") :]
-    shapes: dict[str, int] = {}
-    total = kernels = 0
-    for line in entry.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line)
-        if not match:
-            continue
-        name, kind, op, rest = match.groups()
-        shapes[name] = sum(
-            math.prod(int(d) for d in dims.split(",") if d) * _ITEM.get(dtype, 4)
-            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", kind)
-        )
-        if op in ("fusion", "custom-call", "copy", "transpose", "reduce", "convert", "concatenate"):
-            kernels += 1
-            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-            total += shapes[name] + sum(shapes.get(operand, 0) for operand in operands)
-    return total, kernels
 
 
 def model(op: Op, implementation: str, gpu: str) -> str:

@@ -43,7 +43,7 @@ def dequantize(
 
     Raises:
         ValueError: the record is inconsistent (say, a scale of the wrong shape) or the dtype is not a float.
-        NotImplementedError: "mosaic_gpu" was asked for.
+        NotImplementedError: as `quantize`.
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize

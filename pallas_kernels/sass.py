@@ -22,6 +22,8 @@ from pallas_kernels.plan import Programs
 THREADS, LANES = 128, 32
 ISSUE_LANES = 128
 """Lane-instructions one multiprocessor issues per clock: four schedulers of 32 lanes."""
+SHUFFLE_LANES = 32
+"""Lanes that exchange a value per clock and multiprocessor (CUDA programming guide, arithmetic throughput)."""
 
 _DUMPS = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS")
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*)")
@@ -51,6 +53,7 @@ class KernelCode:
         loads: how often each global load instruction is executed, by name such as "LD.E.128", loops counted by their
             trips.
         stores: the same for stores.
+        shuffles: exchanges between lanes that a thread executes.
     """
 
     registers: int
@@ -58,10 +61,15 @@ class KernelCode:
     instructions: float | None
     loads: dict[str, float]
     stores: dict[str, float]
+    shuffles: float = 0.0
 
     def instructions_per_element(self, programs: Programs) -> float | None:
-        """Lane-instructions per element of the result."""
-        return None if self.instructions is None else self.instructions * THREADS / programs.elements
+        """Lane-instructions per element of the result; a shuffle counts as the issue slots it keeps busy, if those
+        alone are more than all instructions take."""
+        if self.instructions is None:
+            return None
+        slots = max(self.instructions, self.shuffles * ISSUE_LANES / SHUFFLE_LANES)
+        return slots * THREADS / programs.elements
 
     def bytes_moved(self, programs: Programs) -> float | None:
         """Bytes loaded and stored in global memory by all programs: widths times executions times threads.
@@ -119,7 +127,8 @@ def read(place: Path, trips: int = 1) -> list[KernelCode]:
         loads = {name: times for name, times in executed.items() if re.match(r"LDG?\.", name)}
         stores = {name: times for name, times in executed.items() if re.match(r"STG?\.", name)}
         total = sum(executed.values()) if lines else None
-        kernels.append(KernelCode(registers, spills, total, loads, stores))
+        shuffles = sum(times for name, times in executed.items() if name.startswith("SHFL"))
+        kernels.append(KernelCode(registers, spills, total, loads, stores, shuffles))
     return kernels
 
 

@@ -1,0 +1,58 @@
+"""The bench counts what the documentation states: bytes over ideal, launches, and what a message costs."""
+
+import re
+
+import pytest
+
+from pallas_kernels import absent_gpu, bench
+
+pytestmark = pytest.mark.needs_cuda_plugin
+SHAPE = (2048, 8192)
+OPS = {op.name: op for op in bench.ops(SHAPE)}
+
+
+def counted(name, implementation):
+    """``(moved / ideal, launches)`` of a row."""
+    row = bench.model(OPS[name], implementation, "h100")
+    return float(row.split()[2]), int(row.split()[3])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quantize int8/128",
+        "dequantize int4/64 rotated",
+        "dequantize_sum 8x int4/32e4m3",
+        "dequantize_sum_quantize 8x int8/128 -> int4/32e4m3",
+    ],
+)
+def test_a_kernel_is_one_launch_of_the_ideal_bytes_and_xla_needs_more(name):
+    assert counted(name, "mosaic_gpu") == (1.0, 1)
+    ratio, launches = counted(name, "xla")
+    assert ratio > 1
+    assert launches > 1
+
+
+def test_xla_dequantises_ideally_without_a_kernel():
+    assert OPS["dequantize int8/128"].plan is None
+    assert counted("dequantize int8/128", "xla") == (1.0, 1)
+
+
+def test_a_message_costs_a_kernel_one_copy_on_either_side():
+    send, receive = (op for name, op in OPS.items() if "pack_bytes" in name)
+    assert counted(send.name, "mosaic_gpu")[1] == 2
+    message = bench.INT8.message_bytes(SHAPE[0] * SHAPE[1] // bench.COUNT) * bench.COUNT
+    ratio, launches = counted(receive.name, "mosaic_gpu")
+    # The payload and the scales are cut out of the message, each read once and written once.
+    assert launches == 3
+    assert ratio == pytest.approx(1 + 2 * message / receive.ideal_bytes(), rel=0.02)
+
+
+def test_the_table_says_that_nothing_was_measured(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "ops", lambda shape: [OPS["quantize int8/128"]])
+    bench.main(["--shapes", "1b-mlp", "--gpu", "h200"])
+    printed = capsys.readouterr().out
+    assert absent_gpu.GPUS["h200"].name + " (absent)" in printed
+    assert "nothing here is measured" in printed
+    rows = [line for line in printed.splitlines() if line.startswith("1b-mlp")]
+    assert [re.split(r"\s{2,}", row)[2].strip() for row in rows] == ["xla", "mosaic_gpu"]
