@@ -242,3 +242,19 @@ def test_the_configuration_is_frozen():
 def test_whole_host_arrays_are_taken_as_parameters(layout):
     host = jax.tree.map(np.asarray, PARAMS)
     assert models.largest_error(layout.unshard(layout.shard(host)), PARAMS) == 0
+
+
+def test_the_forward_function_differentiated_with_respect_to_the_parameters(layout, stored):
+    loss = zerojax.apply(loss_fn, layout)
+    with refused("forward only and cannot be differentiated with respect to the parameters: use zerojax.value_and_gr"):
+        jax.grad(loss)(stored, BATCH)
+    of_batch = jax.grad(lambda batch: loss(stored, batch))(BATCH)
+    assert models.largest_error(of_batch, jax.grad(lambda batch: loss_fn(PARAMS, batch))(BATCH)) < 1e-6
+
+
+def test_a_state_that_cannot_hold_the_mark_of_a_stopped_training(layout, stored):
+    tx = zerojax.zero(optax.sgd(0.1), layout)
+    step = zerojax.make_train_step(never_run, tx, layout, on_nonfinite="raise")
+    state = zerojax.TrainState.create(stored, tx)._replace(nonfinite=None)
+    with refused(r"TrainState.nonfinite that training has stopped, which is None in this state"):
+        step(state, BATCH)

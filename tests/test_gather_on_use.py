@@ -214,6 +214,19 @@ def test_the_gradient_travels_in_the_configured_dtype():
     assert {m.dtype for m in found if m.kind == "reduce_scatter"} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_complex_gradient_keeps_its_imaginary_part_whatever_the_configured_dtype(stage):
+    params = {"c": jnp.arange(1.0, 9) + 1j * jnp.arange(8.0)}
+    layout = models.make_layout(params, "2x4", stage, grad_dtype="bfloat16")
+
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(batch @ params["c"]) ** 2)
+
+    _, grads = zerojax.value_and_grad(loss, layout)(layout.shard(params), jnp.eye(8))
+    want = jax.grad(loss)(params, jnp.eye(8))["c"]
+    np.testing.assert_allclose(layout.unshard(grads)["c"], want, rtol=FLOAT32)
+
+
 def test_stage_two_gathers_nothing_and_reduces_in_the_loop():
     found = collectives(scanned_layers, stage=2)
     assert not [m for m in found if m.kind == "all_gather"]

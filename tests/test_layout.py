@@ -51,10 +51,13 @@ def test_shard_and_unshard_are_inverse(stage, mesh, kind):
 
 def test_shard_leaves_its_input_alive_under_donation():
     params = {"w": jnp.ones((16, 8)), "small": jnp.ones((3,))}
+    negate = jax.jit(lambda p: jax.tree.map(jnp.negative, p), donate_argnums=0)
     for stage in (1, 3):
         layout = models.make_layout(params, "2x4", stage, min_shard_size=20)
-        jax.jit(lambda p: jax.tree.map(jnp.negative, p), donate_argnums=0)(layout.shard(params))
-        assert float(sum(x.sum() for x in jax.tree.leaves(params))) == 131
+        stored = layout.shard(params)
+        for given in (params, stored):  # also where nothing has to move
+            negate(layout.shard(given))
+            assert float(sum(x.sum() for x in jax.tree.leaves(given))) == 131
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -123,3 +126,10 @@ def test_a_leaf_s_own_sharding_over_other_axes_is_kept():
 def test_a_bare_array_is_a_tree_too():
     layout = models.make_layout(jnp.ones((16, 8)), "2x4", 3)
     assert layout.shard(jnp.ones((16, 8))).addressable_shards[0].data.shape == (2, 8)
+
+
+def test_numpy_s_double_precision_is_the_float32_that_jax_makes_of_it():
+    params = {"w": np.arange(35.0).reshape(7, 5), "n": np.arange(6)}
+    layout = models.make_layout(params, "2x4", 3, trainable={"w": True, "n": False})
+    assert {name: p.dtype.name for name, p in layout.placements.items()} == {"w": "float32", "n": "int32"}
+    np.testing.assert_array_equal(layout.unshard(layout.shard(params))["w"], params["w"])

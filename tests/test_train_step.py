@@ -170,6 +170,14 @@ def test_an_empty_optimizer_and_a_model_without_large_leaves():
     np.testing.assert_allclose(state.params["b"], 2.0)  # identity: the gradient itself is added
 
 
+def test_a_model_without_parameters():
+    layout = models.make_layout({}, "2x4", 3)
+    tx = zerojax.zero(optax.adam(1e-2), layout)
+    step = zerojax.make_train_step(lambda p, x: jnp.mean(x), tx, layout)
+    state, metrics = step(zerojax.TrainState.create(layout.shard({}), tx), jnp.ones((8,)))
+    assert (int(state.step), float(metrics["loss"]), float(metrics["grad_norm"])) == (1, 1, 0)
+
+
 def test_a_narrow_loss_has_the_gradient_of_its_mean():
     """1/7 is no bfloat16: rounding the factor of the mean would scale every gradient by up to 0.4 %."""
     params = {"w": jnp.ones((7, 16), jnp.bfloat16)}

@@ -57,7 +57,7 @@ def plain_collectives(
     Args:
         other_axes: mesh axes left to the compiler. A collective on an array that the compiler has split over such an
             axis would gather it there first, so each one runs in a nested `shard_map` over these axes.
-        grad_dtype: dtype on the wire of `reduce`; None keeps the gradient's own.
+        grad_dtype: dtype on the wire of `reduce`; None, and a complex gradient, keep the gradient's own.
         secondary: whether weights keep a node-local secondary partition for the backward pass.
     """
 
@@ -77,15 +77,18 @@ def plain_collectives(
         full = within_other_axes(lambda x: _gather(x, placement, axes), placement, other_axes)(shard)
         return unpad(full, placement)
 
+    def wire_dtype(dtype: np.dtype) -> np.dtype:
+        real = jnp.issubdtype(dtype, jnp.floating)  # a complex gradient would lose its imaginary part
+        return jnp.dtype(grad_dtype) if grad_dtype is not None and real else dtype
+
     def reduce(full: jax.Array, placement: Placement) -> jax.Array:
         dtype = full.dtype
-        wire = full if grad_dtype is None else full.astype(grad_dtype)
+        wire = full.astype(wire_dtype(dtype))
         summed = within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(wire, placement))
         return summed.astype(dtype)
 
     def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
-        wire = placement if grad_dtype is None else placement.with_dtype(jnp.dtype(grad_dtype))
-        return _reduce_bytes(wire, sizes)
+        return _reduce_bytes(placement.with_dtype(wire_dtype(placement.dtype)), sizes)
 
     def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
         return reduce(full, placement), jnp.zeros_like(feedback)

@@ -79,7 +79,8 @@ class ZeroConfig:
             the optimizer works (mixed-precision training, arXiv 1910.02054 section 3.1). None: the optimizer works on
             the parameters themselves.
         grad_dtype: dtype on the wire of an unquantised gradient reduction. None: the dtype in which the gradient
-            arises, that is the compute dtype at stages 2 and 3 and the dtype of the parameter at stages 0 and 1.
+            arises, that is the compute dtype at stages 2 and 3 and the dtype of the parameter at stages 0 and 1;
+            complex gradients keep theirs.
         quantize_weights: "int8", "int4" or a `QuantFormat`: the format of the weight gathers of stage 3 (qwZ).
         secondary: keep a copy of the gathered-over-nodes weights, split inside the node, from the forward to the
             backward pass, so that the backward gather stays inside the node (hpZ). Stage 3, two axes.

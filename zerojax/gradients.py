@@ -177,7 +177,8 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
         devices.
 
     Raises:
-        ValueError: as `value_and_grad`; also an integer output without the batch dim, which cannot be averaged.
+        ValueError: as `value_and_grad`; also an integer output without the batch dim, which cannot be averaged, and a
+            derivative with respect to the parameters, which is `value_and_grad`'s (that of the batch is fine).
 
     >>> import jax.numpy as jnp
     >>> import zerojax
@@ -200,7 +201,7 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         return _over_data_axes(layout, local, (param_specs, batch_specs, PartitionSpec()), out_specs)(
-            params, batches.on_mesh(batch, batch_specs, layout), _whole(rest, layout)
+            _not_differentiated(params), batches.on_mesh(batch, batch_specs, layout), _whole(rest, layout)
         )
 
     return run
@@ -231,3 +232,19 @@ def _whole(rest: Any, layout: Layout) -> Any:
 
 def _spec(placement: Placement, sharded: bool) -> PartitionSpec:
     return placement.data_spec if sharded else PartitionSpec()
+
+
+@jax.custom_vjp
+def _not_differentiated(params: Tree) -> Tree:
+    """The parameters as they are; their gradient, which would silently be zero, is refused."""
+    return params
+
+
+def _refuse_gradient(params: Tree) -> Any:
+    raise ValueError(
+        "zerojax.apply is forward only and cannot be differentiated with respect to the parameters: use "
+        "zerojax.value_and_grad(loss_fn, layout) in place of jax.grad"
+    )
+
+
+_not_differentiated.defvjp(_refuse_gradient, lambda residuals, cotangent: (cotangent,))

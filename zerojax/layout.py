@@ -108,14 +108,14 @@ class Layout:
         self.check(params, stored=False)
 
         def put(x: Any, placement: Placement) -> jax.Array:
-            x = strong(x)
+            x, sharding = strong(x), self.param_sharding(placement)
             if self.stage >= 3 and placement.padding:
                 x = np.asarray(x) if not isinstance(x, jax.Array) else x
                 x = pad(x, placement)
-            elif isinstance(x, jax.Array) and not (self.stage >= 3 and placement.is_sharded):
-                # A replicated leaf would share its buffer with the caller's array: donating one deletes the other.
+            elif isinstance(x, jax.Array) and _may_share(x, sharding):
+                # It would share its buffer with the caller's array: donating one deletes the other.
                 x = x.copy()
-            return jax.device_put(x, self.param_sharding(placement))
+            return jax.device_put(x, sharding)
 
         return self._map(put, params)
 
@@ -268,6 +268,12 @@ class Layout:
 def strong(x: Any) -> Any:
     """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _may_share(x: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether the array placed so could be, on some device, the same buffer."""
+    whole = sharding.is_fully_replicated
+    return whole or (not _compat.is_traced(x) and x.sharding.is_equivalent_to(sharding, x.ndim))
 
 
 def _first_difference(tree: Tree, placements: Tree) -> str:

@@ -153,8 +153,8 @@ class StoppingStep:
 
     def __call__(self, state: Any, batch: Tree, *rest: Any) -> tuple[Any, dict[str, Any]]:
         """Takes a step, after looking at an earlier one."""
-        mark = state.nonfinite.stopped
-        if _compat.is_traced(mark):
+        mark = None if state.nonfinite is None else state.nonfinite.stopped
+        if mark is None or _compat.is_traced(mark):  # None is refused by the step
             return self._step(state, batch, *rest)
         last, copy, copy_before = self._last
         known, entering = (copy_before, copy) if mark is last else (mark, None)

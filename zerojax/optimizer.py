@@ -113,7 +113,8 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     def init(params: Tree) -> ZeroState:
         layout.check(params, stored=True)
         of_state = placements()
-        if all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+        leaves = jax.tree.leaves(params)
+        if leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return _abstract_state(of_state, layout, layout_id)
 
         def build(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -127,7 +128,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             [state_sharding_of(p, layout) for p in layout.leaves if has_master(p, layout)],
         )
         build = automatic(build, layout.mesh, shardings)
-        inner, masters = jax.jit(build, out_shardings=shardings)(jax.tree.leaves(params))
+        inner, masters = jax.jit(build, out_shardings=shardings)(leaves)
         return ZeroState(
             jax.tree.unflatten(jax.tree.structure(of_state), inner), spread_masters(masters, layout), layout_id
         )

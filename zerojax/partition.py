@@ -75,7 +75,7 @@ def partition(
             place(
                 path,
                 tuple(leaf.shape),
-                leaf.dtype,
+                jax.dtypes.canonicalize_dtype(leaf.dtype),  # as JAX holds it: NumPy's float64 is its float32
                 axes=wide_axes(mesh, config.axes),
                 num_shards=data_size(mesh, config.axes),
                 min_shard_size=config.min_shard_size,

@@ -74,7 +74,7 @@ class TrainState(NamedTuple):
         # On the mesh from the start: a step counter of one device would have the step compiled a second time.
         meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
         everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-        abstract = all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        abstract = bool(leaves) and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
 
         def place(x: jax.Array) -> Any:
             if abstract:

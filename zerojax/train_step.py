@@ -101,7 +101,7 @@ def make_train_step(
     manner: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
 
     def step(state: TrainState, batch: Tree, *rest: Any) -> tuple[TrainState, dict[str, Any]]:
-        _check_state(state, rule, mutable)
+        _check_state(state, rule, mutable, manner)
         scale = state.loss_scale
         out = grad_fn(
             state.params, batch, *rest, feedback=state.feedback, model_state=state.model_state,
@@ -152,11 +152,16 @@ def make_train_step(
     return StoppingStep(compiled) if manner == "raise" else compiled
 
 
-def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool) -> None:
+def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, manner: OnNonFinite) -> None:
     if (state.loss_scale is None) != (rule is None):
         raise ValueError(
             "make_train_step(loss_scale=...) and TrainState.create(..., loss_scale=...) must be given the same rule, "
             "or neither any"
+        )
+    if manner == "raise" and state.nonfinite is None:
+        raise ValueError(
+            "make_train_step(on_nonfinite='raise') marks in TrainState.nonfinite that training has stopped, which is "
+            "None in this state; make the state with TrainState.create(...)"
         )
     if mutable != bool(jax.tree.leaves(state.model_state)):
         raise ValueError(
