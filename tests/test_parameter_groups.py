@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def oracle():
     return train_plain(params, two_rates(), {"lora": params["lora"]}, batches(2))
 
 
-@pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")
+@pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice", "error::zerojax.GatherWarning")
 @pytest.mark.parametrize(
     ("stage", "mesh", "options"),
     [(0, "2x4", {}), (1, "3x2", {}), (2, "2x4", {}), (3, "3x2", {}), (3, "2x4", {"secondary": True})],
@@ -117,20 +118,25 @@ def test_a_block_quantised_base_is_sharded_and_gathered_as_it_is():
     weight = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / 5
     params = {"base": pallas_kernels.quantize(weight, bits=8, block_size=32), "lora": make_params()["lora"]}
 
-    def block_loss(p, batch):
-        @jax.checkpoint
-        def apply_base(q, h):
-            return h @ pallas_kernels.dequantize(q).astype(h.dtype)
+    def apply_base(q, h):
+        return h @ pallas_kernels.dequantize(q).astype(h.dtype)
 
+    def block_loss(p, batch, apply_base):
         low_rank = batch["x"] @ p["lora"]["a"][0] @ p["lora"]["b"][1]
         return jnp.mean((jnp.tanh(apply_base(p["base"], batch["x"]) + low_rank) - batch["y"]) ** 2)
 
+    recomputed = functools.partial(block_loss, apply_base=jax.checkpoint(apply_base))
+    kept = functools.partial(block_loss, apply_base=apply_base)
     layout = models.make_layout(params, "2x4", 3, trainable=is_low_rank)
     stored = layout.shard(params)
     assert stored["base"].qvalue.addressable_shards[0].data.nbytes < params["base"].qvalue.nbytes / 4
     batch = batches(1)[0]
-    loss, grads = compile_fast(zerojax.value_and_grad(block_loss, layout))(stored, batch)
-    want_loss, want = jax.value_and_grad(lambda t: block_loss({**params, "lora": t}, batch))(params["lora"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", zerojax.GatherWarning)
+        loss, grads = compile_fast(zerojax.value_and_grad(recomputed, layout))(stored, batch)
+    with pytest.warns(zerojax.GatherWarning, match=r"params\['base'\].qvalue .* int8 is dequantised before"):
+        jax.eval_shape(zerojax.value_and_grad(kept, layout), stored, batch)
+    want_loss, want = jax.value_and_grad(lambda t: recomputed({**params, "lora": t}, batch))(params["lora"])
     np.testing.assert_allclose(loss, want_loss, rtol=FLOAT32)
     assert models.largest_error(jax.tree.map(np.asarray, layout.unshard(
         {"base": stored["base"], "lora": grads["lora"]})["lora"]), want) < FLOAT32  # fmt: skip

@@ -111,7 +111,7 @@ def staged_backward(
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
         def of_slots(slots: list[Any], feedback: list[Any]) -> Any:
-            scope = layout_scope(layout, reduces=not deferred)
+            scope = layout_scope(layout, reduces=not deferred, keeps_values=True)
             args = [_entered(*parts, layout, scope, deferred) for parts in zip(held, slots, feedback, strict=True)]
             return out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope))
 
@@ -186,11 +186,13 @@ def has_secondary(layout: Layout) -> bool:
     return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)
 
 
-def layout_scope(layout: Layout, *, reduces: bool = True) -> Scope:
+def layout_scope(layout: Layout, *, reduces: bool = True, keeps_values: bool = False) -> Scope:
     """A top-level scope for a layout; gradients leave it reduced or whole."""
     collectives = layout_collectives(layout)
     return Scope(
-        collectives if reduces else unreduced(collectives), min_loop_size=layout.config.min_shard_size
+        collectives if reduces else unreduced(collectives),
+        min_loop_size=layout.config.min_shard_size,
+        keeps_values=keeps_values and layout.stage >= 3,
     )
 
 

@@ -73,7 +73,21 @@ def _plain(x: Any) -> Any:
 
 
 def _use_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
+    if scope.keeps_values and eqn.primitive.name == "mul":
+        for x in inputs:
+            if isinstance(x, Stored) and x.view and jnp.issubdtype(x.placement.dtype, jnp.integer):
+                _warn_of_dequantised(x)
     return use(functools.partial(_compat.bind_equation, eqn), inputs)
+
+
+def _warn_of_dequantised(param: Stored) -> None:
+    warnings.warn(
+        f"params{param.placement.path} {param.placement.shape} {param.placement.dtype.name} is dequantised before its "
+        "use, and the whole result waits for the backward pass; scale after the product, (x @ q) * scale, or put both "
+        "into jax.checkpoint",
+        GatherWarning,
+        stacklevel=2,
+    )
 
 
 def _view_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
@@ -153,7 +167,7 @@ def _checkpoint_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     """Rebuilds `jax.checkpoint` with the user's policy around the body in stored form."""
     if eqn.params["differentiated"]:
         return _use_rule(eqn, inputs, scope)
-    inner = scope.nested()
+    inner = scope.nested(checkpointed=True)
     inputs = hoist_secondaries(eqn.params["jaxpr"], inputs, scope)
     flat, rebuild = _disassemble(inputs, inner)
 

@@ -47,6 +47,8 @@ class Scope:
             different loops, and under activation checkpointing recomputation and VJP should share one gather.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
+        keeps_values: whether what is computed here waits for the backward pass: not under activation checkpointing, nor
+            where there is none.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Scope:
         barrier: bool = True,
         min_loop_size: int = 0,
         fed_back: dict[str, object] | None = None,
+        keeps_values: bool = False,
     ) -> None:
         self.collectives = collectives
+        self.keeps_values = keeps_values
         self.fed_back = {} if fed_back is None else fed_back
         self.barrier = barrier
         self.min_loop_size = min_loop_size
@@ -65,9 +69,12 @@ class Scope:
         self._secondaries: dict[int, Stored] = {}
         self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
 
-    def nested(self) -> Scope:
+    def nested(self, *, checkpointed: bool = False) -> Scope:
         """A scope for the body of a loop or of a checkpointed function."""
-        return Scope(self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back)
+        return Scope(
+            self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
+            keeps_values=self.keeps_values and not checkpointed,
+        )  # fmt: skip
 
     def enter(
         self,
