@@ -197,6 +197,18 @@ def test_any_tree_with_keys_counters_and_averages_comes_back_like_the_one_given(
     assert all(isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(back))
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint8", "float8_e4m3fn", "float16", "complex64"])
+def test_frozen_leaves_of_any_dtype_and_leaves_without_elements(tmp_path, dtype):
+    params = {"w": jnp.ones((13, 3)), "empty": jnp.zeros((0, 4)), "frozen": jnp.arange(-8, 5).astype(dtype)}
+    trainable = {"w": True, "empty": True, "frozen": False}
+    layout, other = (models.make_layout(params, *where, trainable=trainable) for where in (("2x4", 3), ("1x3", 1)))
+    state = zerojax.TrainState.create(layout.shard(params), zerojax.zero(optax.adam(0.1), layout))
+    zerojax.save(tmp_path / "run", state, layout, zerojax.zero(optax.adam(0.1), layout))
+    back = zerojax.restore(tmp_path / "run", other, zerojax.zero(optax.adam(0.1), other))
+    same(other.unshard(back.params), params)
+    assert back.opt_state.inner[0].mu["empty"].shape == (0, 4)
+
+
 def test_explicit_axes_are_kept(tmp_path):
     layout, tx, _ = make("2x4", 3, axis_types=AxisType.Explicit)
     state = zerojax.TrainState.create(layout.shard(parameters()), tx)

@@ -55,6 +55,11 @@ class SavedLeaf:
         return tuple(self.placement.shape if self.placement else jnp.shape(self.value))
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write: Orbax refuses arrays without elements."""
+        return 0 in self.shape
+
+    @property
     def dtype(self) -> str:
         """Name of the dtype."""
         if _compat.is_prng_key(self.value):

@@ -93,7 +93,7 @@ def save(
         "leaves": {leaf.name: [leaf.dtype, list(leaf.shape)] for leaf in leaves},
     }
     with ocp.Checkpointer(handler) as checkpointer:
-        tree = _nested({leaf.names: raw(leaf.value) for leaf in leaves})
+        tree = _nested({leaf.names: raw(leaf.value) for leaf in leaves if not leaf.is_empty})
         checkpointer.save(target, ocp.args.PyTreeSave(tree), force=overwrite, custom_metadata={"zerojax": about})
 
 
@@ -152,13 +152,16 @@ def restore(
             sharding=_sharding(leaf, layout), global_shape=jnp.shape(raw(leaf.value)), strict=not leaf.placement
         )
         for leaf in leaves
+        if not leaf.is_empty
     }  # fmt: skip
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         request = ocp.args.PyTreeRestore(
             item=_nested(dict.fromkeys(restore_args, 0)), restore_args=_nested(restore_args), partial_restore=True
         )
         found = checkpointer.restore(target, request)
-    values = [_again(_get(found, leaf.names), leaf.value) for leaf in leaves]
+    values = [
+        _again(_empty(leaf, layout) if leaf.is_empty else _get(found, leaf.names), leaf.value) for leaf in leaves
+    ]
     restored = jax.tree.unflatten(jax.tree.structure(like), values)
     if isinstance(restored, TrainState) and layout.config.error_feedback and restored.feedback is None:
         restored = restored._replace(feedback=init_feedback(layout))
@@ -195,6 +198,10 @@ def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
     if leaf.placement is None:
         return NamedSharding(layout.mesh, PartitionSpec())
     raise ValueError(f"restore: {leaf.path} of like has no NamedSharding; make like from layout.param_shapes()")
+
+
+def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
+    return jax.device_put(jnp.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
 
 
 def _again(value: jax.Array, like: Any) -> jax.Array:
