@@ -82,8 +82,9 @@ def take_step(name, tx, params, state, data, logical):
 def oracle(name):
     tx, (params, *data) = table.TRANSFORMATIONS[name](), problem(name)
     state = tx.init(params)
+    step = jax.jit(functools.partial(take_step, name, tx), compiler_options=models.QUICKLY)
     for _ in range(STEPS):
-        params, state = take_step(name, tx, params, state, data, data)
+        params, state = step(params, state, data, data)
     return params, state
 
 

@@ -137,6 +137,8 @@ def _plan(steps: list[_Step], placed: dict[int, _Spec]) -> dict[int, _Movement]:
     `above` has, for each value that depends on a sharded one, the values that every such dependence passes through. A
     product is moved by the last of them that is still computed on shards alone (`placed`), else by its operands.
     """
+    if not any(_multiplies_matrices(step.eqn) for step in steps):
+        return {}
     above: dict[int, frozenset[int]] = {n: frozenset([n]) for n in placed}
     shapes: dict[int, tuple[int, ...]] = {}
     makers: dict[int, _Step] = {}
