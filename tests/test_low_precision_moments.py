@@ -155,13 +155,30 @@ def test_on_gpus_nothing_is_communicated_and_memory_is_as_predicted():
 
 
 def test_blocks_that_do_not_fit_the_shards_are_named():
-    """No dim but that of the blocks divides: shards of 5 elements do not hold whole blocks of 16."""
+    """No dim but that of the blocks divides: parts of 5 elements do not hold whole blocks of 16."""
     params = {"w": jnp.ones((41, 40))}
     layout = models.make_layout(params, "2x4", 3)
     assert layout.leaves[0].dim == 1
     with pytest.warns(zerojax.ZeroNotice, match=r"\['w'\].*dim 1.*block_size"):
         state = zerojax.zero(low_precision("int8", block_size=16), layout).init(layout.shard(params))
     assert isinstance(state.inner.mu["w"], BlockMoment)
+
+
+def test_blocks_of_tensor_parallel_leaves_are_split_over_their_axis():
+    mesh = zerojax.make_mesh(2, 4, model=2)
+    params = {"w": jnp.ones((96, 64)), "v": jnp.ones((64, 96))}
+    specs = {"w": jax.sharding.PartitionSpec(None, "model"), "v": jax.sharding.PartitionSpec(None, "model")}
+    layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(min_shard_size=0), specs=specs)
+    tx = zerojax.zero(low_precision("int8", block_size=16), layout)
+    stored = layout.shard(params)
+    state = tx.init(stored)
+    step = jax.jit(tx.update, compiler_options=models.QUICKLY)
+    _, after = step(stored, state, stored)
+    moments = {name: after.inner.mu[name].qvalue for name in params}
+    # "w" has its blocks along the dim that tensor parallelism splits, "v" along the one that the data axes split.
+    assert moments["w"].addressable_shards[0].data.shape == (96 // 4, 64 // 16 // 2, 16)
+    assert moments["v"].addressable_shards[0].data.shape == (96 // 2, 64 // 16 // 4, 16)
+    assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
 
 
 def test_a_gradient_that_is_not_finite_is_not_laundered():

@@ -3,7 +3,8 @@
 Any optax transformation is asked only for the *shapes* of its state. Each state leaf finds the parameter it belongs to
 by key path (the longest suffix of its path that is a parameter's path); a leaf of the parameter's own shape is placed
 like the parameter, any other by its own shape, because the rows of a factored second moment or a history of updates
-have other dims than their parameter. Knows nothing of how a particular optimizer works.
+have other dims than their parameter. Moments in blocks (`zerojax.low_precision_moments`) go with their parameter's
+shards. Knows nothing else of how a particular optimizer works.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from zerojax import _compat
 from zerojax.layout import Layout
 from zerojax.low_precision_moments import BlockMoment
-from zerojax.mesh import wide_axes
+from zerojax.mesh import data_size, wide_axes
 from zerojax.notices import ZeroNotice
 from zerojax.placement import Placement, place
 
@@ -123,25 +124,27 @@ def _place_blocks(path: tuple[Any, ...], moment: BlockMoment, owner: Placement, 
     """Levels and scales with the shard of the parameter that they belong to."""
     name, size = jax.tree_util.keystr(path), moment.qvalue.shape[-1]
     others = tuple(d for d in range(len(owner.shape)) if d != moment.dim)
-    whole = moment.extent % size == 0
-    blocks = owner.spec[moment.dim] if whole else None
-    spec, dim, padding = (*(owner.spec[d] for d in others), blocks), None, 0
-    aligned = whole and (moment.extent // size) % owner.num_shards == 0
-    if owner.dim == moment.dim and not aligned:
+    along, split = owner.spec[moment.dim], owner.dim == moment.dim
+    names = () if along is None else (along,) if isinstance(along, str) else tuple(along)
+    parts = data_size(layout.mesh, names) * (owner.num_shards if split else 1)
+    aligned = moment.extent % (size * parts) == 0
+    if parts > 1 and not aligned:
         warnings.warn(
-            f"{name}: blocks of {size} lie along dim {moment.dim} of params{owner.path} {owner.shape}, which is split "
-            f"into {owner.num_shards} shards that do not hold whole blocks: each update moves these moments. Another "
-            "block_size, or another dim that divides by the number of devices, avoids it",
+            f"{name}: blocks of {size} lie along dim {moment.dim} of params{owner.path} {owner.shape}, whose {parts} "
+            "parts do not hold whole blocks: each update moves these moments. Another block_size, or another dim that "
+            "divides by the number of devices, avoids it",
             ZeroNotice,
             stacklevel=2,
         )
-        return BlockMoment(
-            _place_by_shape(f"{name}.qvalue", moment.qvalue, layout),
-            _place_by_shape(f"{name}.scale", moment.scale, layout),
-            moment.dim, moment.extent,
-        )  # fmt: skip
+        if split:
+            return BlockMoment(
+                _place_by_shape(f"{name}.qvalue", moment.qvalue, layout),
+                _place_by_shape(f"{name}.scale", moment.scale, layout),
+                moment.dim, moment.extent,
+            )  # fmt: skip
+    spec, dim, padding = (*(owner.spec[d] for d in others), along if aligned else None), None, 0
     if owner.dim is not None:
-        dim, padding = (len(others), 0) if owner.dim == moment.dim else (others.index(owner.dim), owner.padding)
+        dim, padding = (len(others), 0) if split else (others.index(owner.dim), owner.padding)
 
     def like_owner(part: str, leaf: Any, more: tuple[None, ...]) -> Placement:
         reason = f"like params{owner.path}" if owner.is_sharded else owner.reason
