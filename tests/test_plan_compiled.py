@@ -45,8 +45,8 @@ def test_table_1_of_the_zero_paper_is_met_by_the_arguments_of_compiled_programs(
         held = (one.memory.compiled.argument + one.memory.classes["grads"]) / 1e9
         # The paper rounds below 1000 GB and cuts above (4187.5 -> 4187); both are within one unit of the last digit.
         assert abs(held - float(printed)) < 10.0 ** -len(printed.partition(".")[2])
-        # The int32 counters of `TrainState` (step, skipped, three of what was not finite) are of no class.
-        assert 0 <= one.memory.difference <= 5 * 4
+        # The counters of `TrainState` are predicted too; buffers are rounded up to whole words.
+        assert 0 <= one.memory.difference <= 8
 
 
 # arXiv 1910.02054, section 7, and arXiv 2306.10209, table 1: bytes into each node of many, in M, for stages 0 to 3,

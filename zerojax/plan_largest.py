@@ -2,7 +2,8 @@
 
 Memory is close to a straight line in the examples of a microbatch, and convex: each further example can only bring more
 that is alive at once. The line through two sizes therefore errs to the safe side between them, and is trusted up to so
-many times the larger of the two. Knows nothing of how a step is compiled.
+many times the larger of the two. Near the bound the compiler may save more than the line says (it recomputes, or fuses
+otherwise), so that the step at the size found fits and a little more may. Knows nothing of how a step is compiled.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Sequence
 
 from zerojax.plan_records import Largest
 
-# The second size, in units of the first.
-SPAN = 8
+# The second size at least; the compiler takes longer the more ways there are to cut a batch into tiles.
+SPAN = 4
 # A line is trusted up to so many times the larger microbatch that it was drawn through.
-_FAR = 4
+_FAR = 6
 
 
 def line_through(sizes: Sequence[tuple[int, int]], capacity: int) -> tuple[Largest, int | None]:
