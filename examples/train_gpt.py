@@ -67,7 +67,14 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
     add("--skip-plain", action="store_true", help="do not train on one device (the model may not fit)")
     add("--distributed", action="store_true", help="call jax.distributed.initialize() even where no launcher is seen")
     add("--out", type=Path, default=Path("out"), help="folder of the picture and the numbers")
-    return parser.parse_args(args)
+    flags = parser.parse_args(args)
+    if len(flags.quantize_gradients or ()) > 2:
+        parser.error("--quantize-gradients takes one format, or one for inside the node and one for between nodes")
+    try:
+        zerojax.ZeroConfig(stage=flags.stage, **techniques_of(flags))
+    except ValueError as error:  # before anything is trained
+        parser.error(str(error))
+    return flags
 
 
 def start_jax(flags: argparse.Namespace) -> None:
@@ -230,13 +237,15 @@ def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None
 
 def print_between_nodes(setup: Setup, run: Run, plain_setup: Setup | None, plain: Run | None) -> None:
     """What quantised communication saves and what it costs, beside the same stage without it."""
-    print(f"predicted bytes into each node per step: {setup.node_bytes:,}", end="")
-    if plain_setup and plain:
+    line = f"predicted bytes into each node per step: {setup.node_bytes:,}"
+    if plain_setup:
+        without = plain_setup.node_bytes
+        part = f" ({setup.node_bytes / without:.3f})" if without else ": there is one node"
+        line += f", without the techniques {without:,}{part}"
+    print(line)
+    if plain:
         gap = run.validation_loss / plain.validation_loss - 1
-        print(f", without the techniques {plain_setup.node_bytes:,} ({setup.node_bytes / plain_setup.node_bytes:.3f})")
         print(f"validation loss {run.validation_loss:.4f}, without {plain.validation_loss:.4f}: {100 * gap:+.2f} %")
-    else:
-        print()
 
 
 def main(args: list[str] | None = None) -> None:

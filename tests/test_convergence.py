@@ -13,8 +13,8 @@ import zerojax
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture(autouse=True)
-def _compile_fast():
+@pytest.fixture
+def quickly():
     """The examples compile for longer than they run in these short forms; only how fast they run is changed."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
@@ -33,6 +33,7 @@ def example(monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_the_loss_of_zero_plus_plus_is_that_of_stage_three(example, tmp_path):
     study = example("convergence_study")
     flags = study.parse_flags(["--steps", "24", "--seeds", "1", "--windows", "128", "--out", str(tmp_path)])
@@ -47,6 +48,7 @@ def test_the_loss_of_zero_plus_plus_is_that_of_stage_three(example, tmp_path):
     assert "| ZeRO++ | 1 |" in study.table(study.study(flags))  # finished runs are read, not repeated
 
 
+@pytest.mark.usefixtures("quickly")
 def test_small_blocks_lose_less_of_a_gradient_than_the_original_scheme(example):
     error = example("gradient_error")
     formats = example("quantized_variants").GRADIENT_VARIANTS
@@ -65,6 +67,7 @@ def test_small_blocks_lose_less_of_a_gradient_than_the_original_scheme(example):
     assert preconditioned < original[1]
 
 
+@pytest.mark.usefixtures("quickly")
 def test_the_main_job_reports_what_the_techniques_save_and_cost(example, capsys, tmp_path):
     tiny = ("--layers", "1", "--d-model", "64", "--heads", "2", "--seq", "32", "--batch", "8", "--steps", "2")
     example("train_gpt").main([*tiny, "--zero-plus-plus", "--error-feedback", "--out", str(tmp_path)])
@@ -83,6 +86,20 @@ def test_short_flags_are_the_default_configuration(example):
     assert job.techniques_of(job.parse_flags([])) == {}
     one = job.parse_flags(["--quantize-gradients", "int4"])
     assert job.techniques_of(one) == {"quantize_gradients": ["int4", "int4"]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stage", "2", "--zero-plus-plus"], "weights are gathered only at stage 3"),
+        (["--error-feedback"], "it applies to quantize_gradients, which is None"),
+        (["--quantize-gradients", "int8", "int4", "int4"], "one for inside the node and one for between"),
+    ],
+)
+def test_flags_that_cannot_take_effect_are_refused_before_training(example, flags, message, capsys):
+    with pytest.raises(SystemExit):
+        example("train_gpt").parse_flags(flags)
+    assert message in capsys.readouterr().err
 
 
 def test_simulated_devices_run_independent_collectives_in_one_order(example):
