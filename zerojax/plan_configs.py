@@ -101,7 +101,7 @@ class ConfigPlanner:
             self.progress(self.total, self.total, "")
             return found
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
     def start(self, config: ZeroConfig, pool: ThreadPoolExecutor) -> _Started:
         """Traces the steps of a configuration and hands them to the compiler."""
