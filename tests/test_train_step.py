@@ -68,6 +68,23 @@ def test_unequal_weights_give_the_exact_quotient(stage, microbatches):
     assert models.largest_error(layout.unshard(grads), want) < FLOAT32
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_weighted_loss_in_double_precision_stays_in_it(microbatches):
+    with jax.enable_x64(True):
+        params, inputs = {"w": jnp.linspace(0.1, 1, 6)}, jnp.linspace(-1, 1, 96).reshape(16, 6)
+
+        def weighted(p, x):
+            return jnp.sum(jnp.tanh(x @ p["w"]) ** 2), jnp.sum(jnp.arange(len(x)) * 0 + 3)  # integers, as token counts
+
+        want, wanted = jax.value_and_grad(lambda p: weighted(p, inputs)[0] / weighted(p, inputs)[1])(params)
+        layout = models.make_layout(params, "2x4", 3)
+        grad_fn = zerojax.value_and_grad(weighted, layout, weighted=True, microbatches=microbatches)
+        loss, grads = grad_fn(layout.shard(params), inputs)
+        assert loss.dtype == jnp.float64
+        np.testing.assert_allclose(loss, want, rtol=1e-13)  # sums of 16 float64, with 2^-52 for each
+        assert models.largest_error(layout.unshard(grads), wanted) < 1e-13
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_aux_comes_back_along_the_batch_or_averaged(stage, microbatches):

@@ -28,7 +28,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         loss: the global mean, scalar, the same on every device.
-        weight: the global sum of the weights of a weighted loss, float32 scalar; else None.
+        weight: the global sum of the weights of a weighted loss, scalar of float32 or wider; else None.
         grads: as `value_and_grad` returns them.
         aux: auxiliary outputs, or None.
         feedback: new error feedback, or None.

@@ -25,7 +25,7 @@ class GlobalLoss(NamedTuple):
 
     Attributes:
         value: scalar, the same on every device.
-        weight: the global sum of the weights, float32; None for a loss without.
+        weight: the global sum of the weights, float32 or the wider dtype of the loss; None for a loss without.
         factor: what the summed gradients still lack; None: nothing.
     """
 
@@ -54,7 +54,8 @@ def seed(main: Any, weighted: bool, layout: Layout, count: int, scale: jax.Array
     total, weight = main
     if count > 1 or _is_narrow(total.dtype):  # the weight of all microbatches is known only afterwards
         return filled(total, share(total.dtype, layout, count)), zero_cotangent(weight)
-    return filled(total, 1.0 / lax.psum(weight.astype(jnp.float32), layout.config.axes)), zero_cotangent(weight)
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    return filled(total, 1.0 / lax.psum(weight.astype(wide), layout.config.axes)), zero_cotangent(weight)
 
 
 def share(dtype: Any, layout: Layout, count: int) -> float:
@@ -75,7 +76,8 @@ def global_loss(main: Any, weighted: bool, layout: Layout, count: int) -> Global
         exact = layout.num_shards * count * part
         value = lax.pmean(jnp.mean(main, dtype=main.dtype), axes)
         return GlobalLoss(value, None, None if abs(exact - 1) < 1e-6 else 1 / exact)
-    total, weight = (lax.psum(jnp.sum(x.astype(jnp.float32)), axes) for x in main)
+    wide = jnp.promote_types(main[0].dtype, jnp.float32)
+    total, weight = (lax.psum(jnp.sum(x.astype(wide)), axes) for x in main)
     factor = None if count == 1 and not _is_narrow(main[0].dtype) else 1 / (part * weight)
     return GlobalLoss(total / weight, weight, factor)
 
