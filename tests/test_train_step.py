@@ -68,6 +68,21 @@ def test_unequal_weights_give_the_exact_quotient(stage, microbatches):
     assert models.largest_error(layout.unshard(grads), want) < FLOAT32
 
 
+@pytest.mark.parametrize(("stage", "microbatches"), [(1, 1), (3, 1), (3, 2)])
+def test_python_numbers_in_what_the_loss_returns(stage, microbatches):
+    layout = models.make_layout({"w": jnp.ones((8,))}, "2x4", stage)
+
+    def weighted(p, x):
+        return (jnp.sum(x @ p["w"]), len(x)), {"half": 0.5}
+
+    grad_fn = zerojax.value_and_grad(weighted, layout, weighted=True, has_aux=True, microbatches=microbatches)
+    (loss, aux), grads = grad_fn(layout.shard({"w": jnp.ones((8,))}), jnp.ones((16, 8)))
+    assert (float(loss), float(aux["half"])) == (8, 0.5)
+    np.testing.assert_allclose(layout.unshard(grads)["w"], 1)
+    value, _ = zerojax.value_and_grad(lambda p, x: 3.0, layout)(layout.shard({"w": jnp.ones((8,))}), jnp.ones((16, 8)))
+    assert float(value) == 3
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_weighted_loss_in_double_precision_stays_in_it(microbatches):
     with jax.enable_x64(True):

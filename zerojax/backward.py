@@ -65,7 +65,7 @@ def whole_backward(
         def of_trained(values: list[jax.Array]) -> Any:
             new = iter(values)
             merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
-            return loss_fn(layout.treedef.unflatten(merged), batch, *rest)
+            return arrays(loss_fn(layout.treedef.unflatten(merged), batch, *rest))
 
         out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
 
@@ -113,7 +113,7 @@ def staged_backward(
         def of_slots(slots: list[Any], feedback: list[Any]) -> Any:
             scope = layout_scope(layout, reduces=not deferred, keeps_values=True)
             args = [_entered(*parts, layout, scope, deferred) for parts in zip(held, slots, feedback, strict=True)]
-            return out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope))
+            return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope)))
 
         slots = [_slot(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
         if not deferred:
@@ -160,7 +160,12 @@ def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], bat
     jaxpr, out_tree = trace(fn, layout, batch, rest)
     scope = layout_scope(layout)
     held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
-    return out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope))
+    return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope)))
+
+
+def arrays(out: Tree) -> Tree:
+    """A function's output with arrays in place of Python numbers, such as a weight that is the number of examples."""
+    return jax.tree.map(jnp.asarray, out)
 
 
 def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tuple[Any, Any]:
