@@ -219,6 +219,13 @@ def test_a_spec_that_cannot_be():
         zerojax.partition({"w": jnp.ones((9, 24))}, mesh, config, specs={"w": P("local")})
     with refused(r"params\['w'\] \(9, 24\): spec .* needs dim 0 of 9 to divide by \('model',\) of size 2"):
         zerojax.partition({"w": jnp.ones((9, 24))}, mesh, config, specs={"w": P("model")})
+    explicit = zerojax.make_mesh(2, 4, model=2, axis_types=jax.sharding.AxisType.Explicit)
+    kinds = (jax.sharding.AxisType.Auto,) * 2 + (jax.sharding.AxisType.Explicit,)
+    mixed = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    with refused(r"mesh axes \['model'\] are Explicit, but not all data axes \('node', 'local'\) are"):
+        zerojax.partition({"w": jnp.ones((9, 24))}, mixed, config)
+    with refused(r"params\['w'\] \(9, 24\): spec .* splits it over \['model'\], which are explicit axes of the mesh"):
+        zerojax.partition({"w": jnp.ones((9, 24))}, explicit, config, specs={"w": P(None, "model")})
     with refused(r"partition\(specs=...\) must be a pytree prefix of params"):
         zerojax.partition({"w": jnp.ones((9, 24))}, mesh, config, specs={"v": P("model")})
 

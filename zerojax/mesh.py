@@ -87,6 +87,12 @@ def check_data_axes(mesh: Mesh, axes: tuple[str, ...]) -> None:
     manual = [a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
     if manual:
         raise ValueError(f"mesh axes {manual} are Manual; use AxisType.Auto or AxisType.Explicit")
+    explicit = [a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    if explicit and not set(axes) <= set(explicit):
+        raise ValueError(
+            f"mesh axes {explicit} are Explicit, but not all data axes {axes} are: a batch could not be moved to its "
+            "devices by type. Make all axes AxisType.Auto, or the data axes Explicit too"
+        )
 
 
 def data_size(mesh: Mesh, axes: tuple[str, ...]) -> int:

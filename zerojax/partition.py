@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
@@ -45,8 +45,9 @@ def partition(
             gradient and no optimizer state but are sharded like the others. None: every leaf is trained.
 
     Raises:
-        ValueError: the mesh lacks a configured axis; a spec names a data axis or does not divide its dim; a leaf that
-            is not an inexact array is to be trained. The message names the key path.
+        ValueError: the mesh lacks a configured axis, or has explicit axes beside automatic data axes; a spec names a
+            data axis or an explicit one, or does not divide its dim; a leaf that is not an inexact array is to be
+            trained. The message names the key path.
 
     >>> import zerojax
     >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
@@ -131,6 +132,12 @@ def _check_spec(
             at = f"dim {dim} of {shape[dim]}" if dim < len(shape) else f"no dim {dim}"
             raise ValueError(f"params{path} {tuple(shape)}: spec {spec} needs {at} to divide by {names} of size {size}")
         names = wide_axes(mesh, names)
+        if explicit := [n for n in names if mesh.axis_types[mesh.axis_names.index(n)] == AxisType.Explicit]:
+            raise ValueError(
+                f"params{path} {tuple(shape)}: spec {spec} splits it over {explicit}, which are explicit axes of the "
+                "mesh: gather on use is traced without their types. Make these axes AxisType.Auto; data axes may be "
+                "explicit"
+            )
         entries.append(None if not names else names[0] if len(names) == 1 else names)
     return PartitionSpec(*entries)
 
