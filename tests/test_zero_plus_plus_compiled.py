@@ -74,7 +74,7 @@ def perceptron() -> tuple[Any, Any, Any]:
 @functools.cache
 def compiled(
     model: str, nodes: int, local: int, techniques: tuple[str, ...] = tuple(ALL), microbatches: int = 1,
-    kernels: bool = True,
+    kernels: bool = False,
 ) -> Compiled:  # fmt: skip
     """Loss and gradient of a GPT or of the perceptron, compiled for H100s."""
     mesh = absent_mesh("h100", nodes, local)
@@ -88,7 +88,7 @@ def compiled(
     return Compiled(read_program(program, mesh), layout, program.as_text() or "")
 
 
-def compile_for(mesh, loss_fn, layout, batch, rows, microbatches=1, kernels=True):
+def compile_for(mesh, loss_fn, layout, batch, rows, microbatches=1, kernels=False):
     over_batch = NamedSharding(mesh, P(("node", "local")))
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows * x.shape[0], *x.shape[1:]), x.dtype, sharding=over_batch), batch
@@ -105,7 +105,7 @@ def compile_for(mesh, loss_fn, layout, batch, rows, microbatches=1, kernels=True
 
 @pytest.mark.parametrize(("techniques", "volume"), [v[1:] for v in VOLUMES], ids=[v[0] for v in VOLUMES])
 def test_bytes_entering_each_node_of_48_by_8_for_18_billion_parameters(techniques, volume):
-    one = compiled("18b", 48, 8, techniques)
+    one = compiled("18b", 48, 8, techniques, kernels=True)  # they compile in half the time of a sum of 48 parts
     share = 47 / 48
     assert one.entering() == pytest.approx(volume * share, rel=0.05 if techniques else 0.01)
     if techniques == tuple(ALL):
@@ -126,6 +126,15 @@ def test_bytes_entering_each_of_few_nodes(nodes, local, techniques, volume):
     inside = one.program.received_bytes(axes="local") / one.model_bytes
     gather, reduce = (0.5 if name in techniques else 1.0 for name in ("quantize_weights", "quantize_gradients"))
     assert inside == pytest.approx((2 * gather + reduce) * (local - 1) / local, rel=0.02)
+
+
+def test_recomputation_and_its_gradient_share_a_gather_of_what_a_kernel_quantised(request):
+    if jax.__version_info__[:2] == (0, 11):
+        reason = "the compiler of JAX 0.11 does not merge two equal kernels: what is recomputed is gathered once more"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    one = compiled("perceptron", 2, 8, ("quantize_weights",), kernels=True)
+    # Forward and backward, M in one byte instead of two, half of it in each of two nodes already.
+    assert one.entering("all-gather") == pytest.approx(0.5, rel=0.02)
 
 
 def test_the_secondary_partition_costs_a_byte_of_each_local_th_parameter_and_its_scales():
