@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import batches
+from zerojax import _compat, batches
 from zerojax.accumulation import Accumulation, accumulation_for
 from zerojax.backward import forward
 from zerojax.feedback import check_feedback, feedback_specs
@@ -220,10 +221,34 @@ def _output_shapes(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: An
 
 
 def _over_data_axes(layout: Layout, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    return jax.shard_map(
-        fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(layout.config.axes),
-        check_vma=False,
-    )  # fmt: skip
+    """`fn` inside `shard_map`. Arrays without elements are made inside: the compiler of JAX 0.11 ends the process when
+    one of the arguments turns out to be a constant."""
+
+    def run(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=_is_spec), is_leaf=_is_spec)
+        empty = [jnp.size(x) == 0 and not _compat.is_prng_key(x) for x in leaves]
+
+        def with_empty(*values: Any) -> Any:
+            rest = iter(values)
+            return fn(*structure.unflatten([
+                jnp.zeros(NamedSharding(layout.mesh, spec).shard_shape(x.shape), x.dtype) if is_empty else next(rest)
+                for x, spec, is_empty in zip(leaves, specs, empty, strict=True)
+            ]))  # fmt: skip
+
+        def held(values: list[Any]) -> tuple[Any, ...]:
+            return tuple(x for x, is_empty in zip(values, empty, strict=True) if not is_empty)
+
+        return jax.shard_map(
+            with_empty, mesh=layout.mesh, in_specs=held(specs), out_specs=out_specs,
+            axis_names=set(layout.config.axes), check_vma=False,
+        )(*held(leaves))  # fmt: skip
+
+    return run
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def _whole(rest: Any, layout: Layout) -> Any:
