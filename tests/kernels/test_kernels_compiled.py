@@ -167,37 +167,33 @@ def test_on_h100_no_spills_few_registers_wide_loads_ideal_bytes_and_memory_bound
     assert issue <= limit, f"{issue:.3f} clocks per element to issue, {memory:.3f} to move its bytes"
 
 
-OTHERS = [
-    Case("quantize", INT4_TILED, stochastic=True, residual=True, slices=True),
-    Case("sum", INT4_TILED, "float32", source=INT4_TILED, count=64),
-    Case("sum_quantize", ROTATED_TILED, source=ROTATED, count=8),
-]
-
-
-@pytest.mark.parametrize("gpu", ["h200", "a100"])
-@pytest.mark.parametrize("case", OTHERS, ids=str)
-def test_each_op_compiles_for_the_other_gpus_without_spills(case, gpu):
-    if gpu == "a100" and not _compat.MOSAIC_ON_AMPERE:
-        pytest.skip("Mosaic GPU kernels need JAX 0.11 on Ampere")
-    compiled, kernels = compiled_code(case, gpu)
+@pytest.mark.skipif(not _compat.MOSAIC_ON_AMPERE, reason="Mosaic GPU kernels need JAX 0.11 on Ampere")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a100_no_spills(case):
+    compiled, (code,) = compiled_code(case, "a100")
     assert "mosaic_gpu" in (compiled.as_text() or "")
-    # An H200 has an H100's architecture, so its kernel may be compiled (and dumped) already.
-    assert all(code.spill_bytes == 0 for code in kernels)
+    assert code.spill_bytes == 0
 
 
-def test_each_op_compiles_for_b200_without_spills():
+def test_what_is_compiled_for_h100_is_the_machine_code_of_h200():
+    assert absent_gpu.GPUS["h200"].major == absent_gpu.GPUS["h100"].major
+    compiled, _ = compiled_code(CASES[8], "h200")
+    assert "mosaic_gpu" in (compiled.as_text() or "")
+
+
+def test_on_b200_no_spills():
     # In a process of its own: after a kernel for an older architecture the assembler refuses a newer one.
     program = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
         "import test_kernels_compiled as t\n"
-        "for case in t.OTHERS:\n"
+        "for case in t.CASES:\n"
         "    (code,) = t.compiled_code(case, 'b200')[1]\n"
         "    print(code.spill_bytes, code.registers)\n"
     )
     here = pathlib.Path(__file__)
     command = [sys.executable, "-c", program, str(here.parent), str(here.parents[2])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line.count(" ") == 1]
-    assert len(counts) == len(OTHERS)
-    assert all(spills == 0 and registers <= 96 for spills, registers in counts)
+    assert len(counts) == len(CASES)
+    assert all(spills == 0 and registers <= 128 for spills, registers in counts), counts
