@@ -4,7 +4,8 @@ An environment that already says what to run on is left alone, so that the suite
 devices wait for each other inside XLA's thread pool, which has one thread per device or core: with several independent
 collectives in flight it can run out of threads and stop for good, so the pool is made larger (XLA reads NPROC). And it
 may run such collectives in another order on each device, which mixes their values or stops them for good: XLA's other
-scheduler keeps one order (JAX 0.12 may still swap all-gathers that the partitioner made). Programs this small run as fast unoptimised: most of the time would go into optimising them.
+scheduler keeps one order (JAX 0.12 may still swap all-gathers that the partitioner made). Programs this small run as
+fast unoptimised: most of the time would go into optimising them.
 """
 
 import importlib.util
