@@ -58,7 +58,7 @@ def whole_backward(
         rest: the same.
         each: whether `run` reduces its gradients, so that they are shards; else they are whole and `finish` does.
     """
-    reduce_all = _reduction(layout, _reduced_whole(loss_fn, layout, batch, rest))
+    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: trace(loss_fn, layout, batch, rest)[0]))
     trained = [p.trainable for p in layout.leaves]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
@@ -126,7 +126,7 @@ def staged_backward(
         return Backward(run, _reduction(layout, replicated))
     inner, _ = _compat.open_jaxpr(jaxpr)
     wire = [cast_target(inner, var, p.dtype) for var, p in zip(inner.invars, layout.leaves, strict=False)]
-    reduce_all = _reduction(layout, _reduced_whole(loss_fn, layout, batch, rest))
+    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: inner))
 
     def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
         narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
@@ -227,13 +227,16 @@ def _entered(
     return scope.enter(shard, slot, x.placement, feedback=feedback)
 
 
-def _reduced_whole(loss_fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> list[Placement]:
-    """Placements under which whole gradients are reduced: stacks of norm scales or biases are no matrices."""
+def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:
+    """Placements under which whole gradients are reduced: stacks of norm scales or biases are no matrices.
+
+    `traced` gives the loss's jaxpr, which only quantised reductions need.
+    """
     if layout.stage == 0:
         return [_replicated(p) for p in layout.leaves]
     if layout.config.quantize_gradients is None:
         return layout.leaves
-    jaxpr, _ = _compat.open_jaxpr(trace(loss_fn, layout, batch, rest)[0])
+    jaxpr, _ = _compat.open_jaxpr(traced())
 
     def reduced(p: Placement, var: Any) -> Placement:
         if not p.is_quantized or not is_scanned_over(jaxpr, var):

@@ -40,11 +40,13 @@ _ROOM = 64
 
 
 class _Compiled(NamedTuple):
-    """A step after the compiler: the program or the reason why there is none, and the seconds it took."""
+    """A step after the compiler: the program or the reason why there is none, the seconds it took, and the bytes of its
+    arguments in host memory."""
 
     program: CompiledProgram | None
     error: str
     seconds: float
+    host: int
 
 
 class _Started(NamedTuple):
@@ -117,11 +119,12 @@ class ConfigPlanner:
         start = time.perf_counter()
         lowered = lower_step(subject, layout, microbatches=self.microbatches)
         traced = time.perf_counter() - start
+        host = offloaded_arguments(layout, subject.batch, subject.rest)
 
         def work() -> _Compiled:
             start = time.perf_counter()
             program, error = compile_step(lowered, layout, num_nodes=self.cluster.num_nodes)
-            return _Compiled(program, error, traced + time.perf_counter() - start)
+            return _Compiled(program, error, traced + time.perf_counter() - start, host)
 
         return pool.submit(work)
 
@@ -140,7 +143,7 @@ class ConfigPlanner:
     def finish(self, config: ZeroConfig, started: _Started, pool: ThreadPoolExecutor) -> tuple[ConfigPlan, int]:
         """Waits for the compiler, and reads."""
         layout, moves = started.layout, self.moves(started.layout)
-        program, error, seconds = _Compiled(None, "", 0.0) if started.step is None else started.step.result()
+        program, error, seconds, _ = _Compiled(None, "", 0.0, 0) if started.step is None else started.step.result()
         self.tell()
         memory = self.memory(layout, None if program is None else program.memory)
         largest = None
@@ -172,21 +175,18 @@ class ConfigPlanner:
     ) -> Largest | None:
         """A line through the totals of two compiled steps; where it leads far beyond them, of a third too."""
         sizes, examples = [(self.examples, memory.total)], max(SPAN, 2 * self.examples)
-        pending: Future[_Compiled] | None = larger
         while True:
-            layout, subject = self.larger(config, examples)
-            program, error, _ = (pending or self.submit(layout, subject, pool)).result()
+            program, error, _, host = larger.result()
             if program is None:
                 method = f"the step of {examples} examples was not compiled: {error}"
                 return Largest(self.examples if memory.fits else 0, method)
             if program.memory is None:
                 return None
-            host = offloaded_arguments(layout, subject.batch, subject.rest)
             sizes.append((examples, program.memory.total - host))
             found, following = line_through(sizes, self.capacity)
             if following is None:
                 return found
-            examples, pending = following, None
+            examples, larger = following, self.submit(*self.larger(config, following), pool)
 
     def layout(self, config: ZeroConfig, *, absent: bool, cluster: Cluster | None = None) -> Layout:
         """The parameters laid out on the cluster, on absent GPUs or an abstract mesh."""
