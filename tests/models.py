@@ -5,7 +5,6 @@ another order: only a fixed ramp over the units (`ramp`) makes the values depend
 every leaf needs padding on some mesh: 37 tokens, a (7, 5) leaf, a scalar, an empty leaf, a stack of three layers.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -19,10 +18,6 @@ LAYERS, WIDTH, TOKENS, LENGTH, OUTPUTS = 3, 16, 37, 5, 7
 BATCH = 168  # the least common multiple of 1, 2, 3, 6, 7 and 8 devices
 
 MESHES = {"1x1": (1, 1), "2x2": (2, 2), "1x3": (1, 3), "2x4": (2, 4), "4x2": (4, 2), "3x2": (3, 2), "1x7": (1, 7)}
-
-
-# Programs this small run as fast unoptimised; most of the time of a test would go into optimising them.
-QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def make_mesh(name: str, **kinds: Any) -> jax.sharding.Mesh:
@@ -132,7 +127,7 @@ def dense_batches(count: int, size: int = BATCH) -> list[dict[str, jax.Array]]:
 def train_plain(loss_fn: Any, tx: optax.GradientTransformation, params: Any, batches: list[Any]) -> Any:
     """The oracle: optax on one device. Returns params, state, losses and gradient norms."""
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = tx.update(grads, state, params)

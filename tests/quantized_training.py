@@ -22,13 +22,12 @@ BATCH = 24
 PAIR = {"quantize_gradients": ("int8", "int4")}
 EVERYTHING = {"quantize_weights": "int8", "secondary": True, **PAIR, "min_quantize_size": 0}
 # These programs take seconds to compile and milliseconds to run.
-compile_fast = functools.partial(jax.jit, compiler_options=models.QUICKLY)
 
 
 @functools.cache
 def example(dtype: str = "float32") -> tuple[Any, Any]:
     """Parameters and a batch of the transformer."""
-    params = compile_fast(functools.partial(models.transformer_init, dtype=jnp.dtype(dtype)))(jax.random.key(1))
+    params = jax.jit(functools.partial(models.transformer_init, dtype=jnp.dtype(dtype)))(jax.random.key(1))
     return params, models.token_batches(1, BATCH)[0]
 
 
@@ -46,7 +45,7 @@ def whole(tree: Any, layout: zerojax.Layout) -> list[Any]:
     ]
 
 
-_of_examples = compile_fast(jax.vmap(jax.value_and_grad(models.transformer_loss), in_axes=(None, 0)))
+_of_examples = jax.jit(jax.vmap(jax.value_and_grad(models.transformer_loss), in_axes=(None, 0)))
 
 
 def of_examples(params: Any, count: int = BATCH) -> tuple[float, Any]:
@@ -69,7 +68,7 @@ def weights_as_gathered(mesh: str, fmt: zerojax.QuantFormat) -> Any:
             return as_gathered(x, placement, fmt)
         return jax.lax.map(lambda part: as_gathered(part, placement.without_leading_dim(), fmt), x)
 
-    return compile_fast(lambda tree: jax.tree_util.tree_map_with_path(one, tree, placements))(params)
+    return jax.jit(lambda tree: jax.tree_util.tree_map_with_path(one, tree, placements))(params)
 
 
 def check_exact(got: Any, grads: Any, layout: zerojax.Layout) -> None:

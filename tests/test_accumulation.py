@@ -17,7 +17,6 @@ from zerojax.gpu_targets import absent_mesh
 
 FLOAT32 = 1e-5  # as in test_oracle
 ALL = {"quantize_weights": "int8", "secondary": True, "quantize_gradients": ("int8", "int4")}
-compile_fast = functools.partial(jax.jit, compiler_options=models.QUICKLY)
 
 
 def loss_fn(params, batch):
@@ -37,7 +36,7 @@ def layout_of(stage, mesh="2x4"):
 @functools.cache
 def oracle():
     params, batch = models.dense_init(jax.random.key(1)), models.dense_batches(1, 48)[0]
-    return compile_fast(jax.value_and_grad(loss_fn))(params, batch)
+    return jax.jit(jax.value_and_grad(loss_fn))(params, batch)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def oracle():
 def test_both_manners_give_the_gradient_of_one_large_batch(stage, mesh, accumulation):
     layout, params = layout_of(stage, mesh)
     grad_fn = zerojax.value_and_grad(loss_fn, layout, microbatches=2, accumulation=accumulation)
-    loss, grads = compile_fast(grad_fn)(layout.shard(params), models.dense_batches(1, 48)[0])
+    loss, grads = jax.jit(grad_fn)(layout.shard(params), models.dense_batches(1, 48)[0])
     want_loss, want = oracle()
     np.testing.assert_allclose(loss, want_loss, rtol=FLOAT32)
     assert models.largest_error(layout.unshard(grads), want) < FLOAT32
@@ -58,11 +57,11 @@ def test_a_deferred_quantised_reduction_loses_what_that_of_one_large_batch_loses
     """Whole sums are quantised once per step; in other blocks, since a stack is then reduced as one leaf."""
     layout, params = layout_of("++")
     stored, batch = layout.shard(params), models.dense_batches(1, 48)[0]
-    exact = jax.tree.leaves(compile_fast(jax.grad(models.dense_loss))(params, batch))
+    exact = jax.tree.leaves(jax.jit(jax.grad(models.dense_loss))(params, batch))
 
     def lost(count):
         grad_fn = zerojax.value_and_grad(models.dense_loss, layout, microbatches=count, accumulation="deferred")
-        _, grads, feedback = compile_fast(grad_fn)(stored, batch, feedback=zerojax.init_feedback(layout))
+        _, grads, feedback = jax.jit(grad_fn)(stored, batch, feedback=zerojax.init_feedback(layout))
         grads = jax.tree.leaves(layout.unshard(grads))
         # The first, the last and the stacked matrices lose something between nodes; a stack of vectors does not.
         assert sum(bool(jnp.any(x != 0)) for x in jax.tree.leaves(feedback)) == 3

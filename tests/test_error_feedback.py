@@ -6,7 +6,7 @@ import models
 import numpy as np
 import optax
 import pytest
-from quantized_training import PAIR, compile_fast
+from quantized_training import PAIR
 
 import zerojax
 
@@ -21,12 +21,12 @@ def make_layout(stage=3, **options):
 
 def test_the_mean_over_steps_becomes_exact():
     layout, steps = make_layout(), 8
-    fn, feedback = compile_fast(zerojax.value_and_grad(models.dense_loss, layout)), zerojax.init_feedback(layout)
+    fn, feedback = jax.jit(zerojax.value_and_grad(models.dense_loss, layout)), zerojax.init_feedback(layout)
     stored, of_steps = layout.shard(PARAMS), []
     for _ in range(steps):
         _, grads, feedback = fn(stored, BATCH, feedback=feedback)
         of_steps.append(layout.unshard(grads))
-    want = compile_fast(jax.grad(models.dense_loss))(PARAMS, BATCH)
+    want = jax.jit(jax.grad(models.dense_loss))(PARAMS, BATCH)
 
     def error(got, want):
         return np.linalg.norm(got - want) / np.linalg.norm(want)
@@ -49,7 +49,7 @@ def get(tree, path):
 def test_it_is_carried_saved_and_restored_bit_for_bit(stage, microbatches, tmp_path):
     layout = make_layout(stage)
     tx = zerojax.zero(optax.sgd(1e-2), layout)
-    step = compile_fast(zerojax.make_train_step(models.dense_loss, tx, layout, microbatches=microbatches, donate=False))
+    step = jax.jit(zerojax.make_train_step(models.dense_loss, tx, layout, microbatches=microbatches, donate=False))
     state = zerojax.TrainState.create(layout.shard(PARAMS), tx, layout)
     for _ in range(2):
         state, _ = step(state, BATCH)

@@ -82,7 +82,7 @@ def take_step(name, tx, params, state, data, logical):
 def oracle(name):
     tx, (params, *data) = table.TRANSFORMATIONS[name](), problem(name)
     state = tx.init(params)
-    step = jax.jit(functools.partial(take_step, name, tx), compiler_options=models.QUICKLY)
+    step = jax.jit(functools.partial(take_step, name, tx))
     for _ in range(STEPS):
         params, state = step(params, state, data, data)
     return params, state
@@ -102,10 +102,7 @@ def test_sharded_equals_unsharded_in_one_compilation_with_shardings_that_stay(na
     sharded = layout.shard(params)
     state = tx.init(sharded)
     born = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), (sharded, state))
-    step = jax.jit(
-        lambda params, state, *stored: take_step(name, tx, params, state, stored, data),
-        compiler_options=models.QUICKLY,
-    )
+    step = jax.jit(lambda params, state, *stored: take_step(name, tx, params, state, stored, data))
     counted = [len(compilations)]
     for _ in range(STEPS):
         sharded, state = step(sharded, state, *stored)

@@ -76,7 +76,7 @@ def train_and_check(name, layout, grad_fn):
     state = tx.init(params)
     born = jax.tree.map(lambda x: x.sharding, (params, state))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=models.QUICKLY)
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
         _, grads = grad_fn(params, batch)
         updates, state = tx.update(grads, state, params)

@@ -20,7 +20,6 @@ from zerojax.gpu_targets import absent_mesh
 
 FLOAT32 = 1e-5  # as in test_oracle
 LAYERS, WIDTH, RANK = 2, 24, 3
-compile_fast = functools.partial(jax.jit, compiler_options=models.QUICKLY)
 
 
 def is_low_rank(path, leaf):
@@ -72,7 +71,7 @@ def train_plain(params, tx, trained, inputs):
     state = tx.init({"lora": params["lora"]})
     losses = []
     for batch in inputs:
-        loss, grads = compile_fast(jax.value_and_grad(lambda t, b: loss_fn({**params, **t}, b)))(trained, batch)
+        loss, grads = jax.jit(jax.value_and_grad(lambda t, b: loss_fn({**params, **t}, b)))(trained, batch)
         updates, state = tx.update(grads, state, trained)
         trained = optax.apply_updates(trained, updates)
         losses.append(float(loss))
@@ -133,7 +132,7 @@ def test_a_block_quantised_base_is_sharded_and_gathered_as_it_is():
     batch = batches(1)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error", zerojax.GatherWarning)
-        loss, grads = compile_fast(zerojax.value_and_grad(recomputed, layout))(stored, batch)
+        loss, grads = jax.jit(zerojax.value_and_grad(recomputed, layout))(stored, batch)
     with pytest.warns(zerojax.GatherWarning, match=r"params\['base'\].qvalue .* int8 is dequantised before"):
         jax.eval_shape(zerojax.value_and_grad(kept, layout), stored, batch)
     want_loss, want = jax.value_and_grad(lambda t: recomputed({**params, "lora": t}, batch))(params["lora"])

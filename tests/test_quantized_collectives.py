@@ -10,7 +10,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -68,7 +67,7 @@ def padded(x, placement):
 def over_devices(mesh, fn, in_specs, out_specs):
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     # These programs take seconds to compile and milliseconds to run.
-    return jax.jit(mapped, compiler_options=models.QUICKLY)
+    return jax.jit(mapped)
 
 
 def gathers(mesh, placements, fmt):

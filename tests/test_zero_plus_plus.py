@@ -23,7 +23,6 @@ from quantized_training import (
     check_loss,
     check_spoilt_everywhere,
     check_within_bounds,
-    compile_fast,
     example,
     layout_of,
     of_examples,
@@ -53,7 +52,7 @@ def with_spoil(batch, value=0.0):
 def test_quantised_weights_give_the_gradient_at_the_dequantised_weights(mesh, remat, fmt):
     params, batch = example()
     layout = layout_of(mesh, quantize_weights=fmt)
-    fn = compile_fast(zerojax.value_and_grad(functools.partial(models.transformer_loss, remat=remat), layout))
+    fn = jax.jit(zerojax.value_and_grad(functools.partial(models.transformer_loss, remat=remat), layout))
     loss, got = fn(layout.shard(params), batch)
     want_loss, grads = of_examples(weights_as_gathered(mesh, layout.config.quantize_weights))
     check_loss(float(loss), want_loss)
@@ -67,7 +66,7 @@ def test_quantised_reductions_stay_within_their_bounds_and_keep_what_is_not_fini
     params, batch = example()
     rows = BATCH // layout.num_shards * layout.num_shards
     batch = jax.tree.map(lambda x: x[:rows], batch)
-    fn = compile_fast(zerojax.value_and_grad(spoilable_loss, layout))
+    fn = jax.jit(zerojax.value_and_grad(spoilable_loss, layout))
     stored = layout.shard(params)
     loss, got = fn(stored, with_spoil(batch))
     want_loss, grads = of_examples(params, rows)
@@ -82,7 +81,7 @@ def test_all_three_techniques_together(remat, microbatches, frozen):
     params, batch = example()
     layout = layout_of("2x4", **EVERYTHING, trainable=lambda path, leaf: not frozen or "embed" not in path)
     loss_fn = functools.partial(models.transformer_loss, remat=remat)
-    fn = compile_fast(zerojax.value_and_grad(loss_fn, layout, microbatches=microbatches))
+    fn = jax.jit(zerojax.value_and_grad(loss_fn, layout, microbatches=microbatches))
     loss, got = fn(layout.shard(params), batch)
     want_loss, grads = of_examples(weights_as_gathered("2x4", layout.config.quantize_weights))
     check_loss(float(loss), want_loss)
@@ -100,7 +99,7 @@ def test_a_secondary_partition_alone_changes_no_bit_in_several_steps(mesh, remat
         layout = layout_of(mesh, secondary=secondary, dtype=dtype)
         tx = zerojax.zero(optax.sgd(0.1), layout)
         state = zerojax.TrainState.create(layout.shard(params), tx)
-        step = compile_fast(zerojax.make_train_step(loss_fn, tx, layout, microbatches=microbatches))
+        step = jax.jit(zerojax.make_train_step(loss_fn, tx, layout, microbatches=microbatches))
         for _ in range(3):
             state, metrics = step(state, batch)
         # Nothing of a secondary partition is carried from step to step.
@@ -118,7 +117,7 @@ def test_bfloat16_parameters_train_on_exact_float32_masters():
     batch = models.dense_batches(1, 24)[0]
     layout = models.make_layout(params, "2x4", 3, **EVERYTHING)
     tx = zerojax.zero(optax.sgd(2.0**-9), layout)
-    step = compile_fast(zerojax.make_train_step(models.dense_loss, tx, layout))
+    step = jax.jit(zerojax.make_train_step(models.dense_loss, tx, layout))
     state = zerojax.TrainState.create(layout.shard(params), tx)
     for _ in range(2):
         state, metrics = step(state, batch)
@@ -143,8 +142,8 @@ def test_a_stack_of_norm_scales_is_no_matrix(stage):
 
     layout = models.make_layout(params, "2x4", stage, **PAIR, min_quantize_size=128, min_shard_size=128)
     assert layout.placements["s"].is_quantized
-    _, grads = compile_fast(zerojax.value_and_grad(loss_fn, layout))(layout.shard(params), batch)
-    want = compile_fast(jax.grad(loss_fn))(params, batch)
+    _, grads = jax.jit(zerojax.value_and_grad(loss_fn, layout))(layout.shard(params), batch)
+    want = jax.jit(jax.grad(loss_fn))(params, batch)
     assert models.largest_error(grads["s"], want["s"]) < FLOAT32
     assert models.largest_error(grads["w"], want["w"]) > 100 * FLOAT32
 
@@ -167,9 +166,9 @@ def test_an_axis_left_to_the_compiler_keeps_its_part_of_each_leaf():
     config = ZeroConfig.zero_plus_plus(min_shard_size=0, min_quantize_size=0)
     layout = zerojax.partition(params, mesh, config, specs=specs)
     with jax.set_mesh(mesh):
-        loss, grads = compile_fast(zerojax.value_and_grad(models.dense_loss, layout))(layout.shard(params), batch)
+        loss, grads = jax.jit(zerojax.value_and_grad(models.dense_loss, layout))(layout.shard(params), batch)
     grads = layout.unshard(grads)
-    want_loss, want = compile_fast(jax.value_and_grad(models.dense_loss))(params, batch)
+    want_loss, want = jax.jit(jax.value_and_grad(models.dense_loss))(params, batch)
     # Weights to 1/254 of a block's largest value, in four products; gradients to 9/8 / 14 in each of two nodes' parts.
     assert float(loss) == pytest.approx(float(want_loss), rel=4 / 254 * 4)
     assert models.largest_error(grads, want) < 2 * 9 / 8 / 14 + 4 * 4 / 254
