@@ -24,7 +24,6 @@ import numpy as np
 import optax
 from gpt import GPTConfig, init_params, make_loss
 from quantized_variants import ORIGINAL, VARIANTS, original_value_and_grad
-from simulated import simulate_devices
 from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax
@@ -144,7 +143,7 @@ def table(losses: dict[str, dict[int, float]]) -> str:
 
 def main(args: list[str] | None = None) -> None:
     flags = parse_flags(args)
-    simulate_devices(flags.nodes * flags.devices_per_node)
+    zerojax.simulate_devices(flags.nodes * flags.devices_per_node)
     warnings.simplefilter("ignore", zerojax.ZeroNotice)
     text = table(study(flags))
     (flags.out / "convergence.md").write_text(text + "\n")

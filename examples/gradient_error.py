@@ -23,7 +23,6 @@ import optax
 from gpt import GPTConfig, init_params, make_loss
 from jax.sharding import NamedSharding, PartitionSpec
 from quantized_variants import GRADIENT_VARIANTS, ORIGINAL, WEIGHT_VARIANTS, is_stacked, reduce_as_original
-from simulated import simulate_devices
 from stdlib_text import read_stdlib, sample_batch
 
 import zerojax
@@ -158,7 +157,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of gradient_error.json")
     flags = parser.parse_args()
-    simulate_devices(8)
+    zerojax.simulate_devices(8)
     trained, rows = partly_trained(flags.steps, flags.batches), []
 
     def add(name: str, got: list[Any], bits: float, exact: list[Any]) -> None:

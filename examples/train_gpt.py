@@ -26,7 +26,6 @@ import optax
 from gpt import GPTConfig, init_params, make_loss
 from jax.sharding import NamedSharding, PartitionSpec
 from report import Run, bytes_per_device, make_progress, print_losses, print_memory, save_results
-from simulated import simulate_devices
 from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax
@@ -80,7 +79,7 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
 def start_jax(flags: argparse.Namespace) -> None:
     """Join the job's other processes; without accelerators, simulate the mesh's devices on the CPU."""
     distributed = flags.distributed or any(name in os.environ for name in LAUNCHERS)
-    simulate_devices((1 if distributed else flags.nodes or 2) * (flags.devices_per_node or 4))
+    zerojax.simulate_devices((1 if distributed else flags.nodes or 2) * (flags.devices_per_node or 4))
     if distributed:
         jax.distributed.initialize()
     if jax.default_backend() == "cpu" and not distributed:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from simulated import simulate_devices
 from stdlib_text import VOCABULARY, read_stdlib, sample_batch
 
 import zerojax  # new
@@ -72,7 +71,7 @@ def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     steps = parser.parse_args(args).steps
-    simulate_devices(8)  # where there are no accelerators
+    zerojax.simulate_devices(8)  # where there are no accelerators
 
     key = jax.random.key(0)
     mesh = zerojax.make_mesh()  # new

@@ -14,7 +14,7 @@ MOST_LINES = 400
 
 # Values flow downwards in this list: a module imports only from the lines above its own.
 LAYERS: list[tuple[str, ...]] = [
-    ("_compat", "config", "mesh", "placement", "low_precision_moments"),
+    ("_compat", "config", "mesh", "placement", "low_precision_moments", "simulated"),
     ("notices",),
     ("layout",),
     ("partition", "state_sharding", "batches", "feedback", "accumulation", "losses", "model_state"),

@@ -16,6 +16,7 @@ from zerojax.placement import Placement
 from zerojax.planner import plan
 from zerojax.remat import checkpoint
 from zerojax.saving import restore, save
+from zerojax.simulated import simulate_devices
 from zerojax.train_state import TrainState
 from zerojax.train_step import make_train_step
 
@@ -45,6 +46,7 @@ __all__ = [
     "restore",
     "save",
     "scale_by_low_precision_adam",
+    "simulate_devices",
     "value_and_grad",
     "zero",
 ]

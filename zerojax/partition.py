@@ -21,6 +21,7 @@ from zerojax.layout import Layout
 from zerojax.mesh import check_data_axes, data_size, other_axes, wide_axes
 from zerojax.notices import ZeroNotice, notices
 from zerojax.placement import place
+from zerojax.simulated import separate_collectives_of
 
 Tree = Any
 
@@ -57,6 +58,7 @@ def partition(
     """
     config = ZeroConfig() if config is None else config
     check_data_axes(mesh, config.axes)
+    separate_collectives_of(mesh)
     paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     if specs is not None:
         spec_list = _broadcast(specs, params, "specs", lambda s: s is None or isinstance(s, PartitionSpec))
