@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import zerojax
 from zerojax import ZeroConfig
@@ -153,7 +153,7 @@ def test_what_is_frozen_is_gathered_and_not_reduced_and_what_is_small_is_summed_
 
 
 def test_a_leaf_split_over_another_axis_moves_its_own_part():
-    mesh = AbstractMesh((2, 2, 2), ("node", "local", "model"))
+    mesh = AbstractMesh((2, 2, 2), ("node", "local", "model"), axis_types=(AxisType.Auto,) * 3)
     params = {"w": jax.ShapeDtypeStruct((512, 512), BF16)}
     whole = zerojax.partition(params, mesh, ZeroConfig())
     split = zerojax.partition(params, mesh, ZeroConfig(), specs={"w": PartitionSpec(None, "model")})

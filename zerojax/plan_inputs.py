@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.gpu_facts import GpuTarget, load_target
 from zerojax.gpu_targets import PluginMissing, absent_mesh, check_plugin
@@ -45,7 +45,7 @@ class Cluster(NamedTuple):
             if axes[0] != "node" and "node" in names:
                 raise ValueError(f"axis 'node' must be the first data axis, got axes {names}")
             return absent_mesh(self.target, self.num_nodes, self.devices_per_node, names, shape=sizes)
-        return AbstractMesh(sizes, names)
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def trace_subject(subject: Subject, examples: int) -> tuple[list[tuple[LeafUse, ...]], int]:

@@ -3,9 +3,9 @@
 XLA runs the simulated devices in one process, where a collective is a meeting of their threads under a key: run, group
 of devices and channel. JAX gives every collective that a program writes out the same channel. XLA starts them in one
 order, but does not count the collectives inside a loop as done before it starts the next one outside, so that a gather
-inside the loop on one device can meet a gather outside it on another: values are swapped, or the process ends ("Id can't
-be larger than the number of participating threads"), or waits for ever. A channel for each collective keeps their
-meetings apart. Devices of their own (GPUs) meet in NCCL's order and need none of this; their programs stay as they are.
+inside the loop on one device can meet a gather outside it on another. Then values are swapped, or the process waits for
+ever, or it ends ("Id can't be larger than the number of participating threads"). A channel for each collective keeps
+their meetings apart. GPUs meet in NCCL's order and need none of this; their programs stay as they are.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def simulate_devices(count: int = 8) -> None:
 
 def separate_collectives_of(mesh: Mesh) -> None:
     """Calls `separate_collectives` if the mesh has several simulated devices, whoever set them up."""
-    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+    if isinstance(mesh, Mesh) and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":  # not an AbstractMesh
         separate_collectives()
 
 
