@@ -8,6 +8,7 @@ order as `reference`, hence the same bits. Knows nothing of where the values cam
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from jax import lax
 
 from pallas_kernels import _compat, numerics
 from pallas_kernels.array import BlockFormat
-from pallas_kernels.mosaic_layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
+from pallas_kernels.mosaic_layout import WARPS, chunk_rows, flat_index, layout, reduced, rounded_product, split_threads, spread
 from pallas_kernels.mosaic_rotate import Stage, rotate_parts, stages
 
 
@@ -68,12 +69,13 @@ class Chunk:
         interpret: bool,
         source: BlockFormat | None = None,
         factor: float = 1.0,
+        unit: float = 1.0,
         before_addition: bool = True,
     ) -> list[jax.Array]:
         """The parts rotated as ``source`` (default: the format written) says, see `rotate_parts`."""
         plan = self.stages(source or self.fmt)
         assert plan is not None, "make_chunk keeps rotations within warps"
-        return rotate_parts(parts, self.part_dims, self.vec, plan, factor, before_addition, interpret)
+        return rotate_parts(parts, self.part_dims, self.vec, plan, factor, interpret, unit, before_addition)
 
     def sharing(self, fmt: BlockFormat, row_dims: int) -> dict[int, int]:
         """Lanes that hold the same scale, by its bytes; a block of ``fmt`` is one row of the first dims."""
@@ -177,7 +179,7 @@ def cut(ref: Any, pieces: int) -> list[Any]:
 
 
 def scales(
-    parts: list[jax.Array], chunk: Chunk
+    parts: list[jax.Array], chunk: Chunk, unit: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """``(magnitude, effective, finite mask, stored scale, stored tile scale)`` of each block.
 
@@ -186,10 +188,12 @@ def scales(
     The stored scale is float32 (bfloat16 exactly, NaN for a non-finite block) or an int32 float8 code.
     """
     fmt, rank = chunk.fmt, len(chunk.dims)
-    largest = numerics.abs_bits(parts[0])
-    for part in parts[1:]:
-        largest = jnp.maximum(largest, numerics.abs_bits(part))
-    magnitude = jnp.max(largest, axis=rank - 1)
+    # Compiled, a float maximum keeps NaN and takes magnitudes: an instruction an element, where an integer one needs two.
+    # Interpreted, it is XLA's for a CPU, which drops NaN.
+    sizes = [numerics.abs_bits(part) if interpret else jnp.abs(part) for part in parts]
+    largest = jnp.max(functools.reduce(jnp.maximum, sizes), axis=rank - 1)
+    largest = numerics.float_of(largest) if interpret else largest
+    magnitude = numerics.abs_bits(largest * np.float32(1 / unit))
     finite = numerics.is_finite_bits(magnitude)
     mask = jnp.where(finite, np.int32(-1), np.int32(0))
     needed = numerics.needed_scale(magnitude, fmt.qmax)
@@ -215,47 +219,56 @@ def store_quantized(
     refs: dict[str, Any],
     residual_ref: Any | None,
     interpret: bool,
+    unit: float = 1.0,
 ) -> None:
     """Quantises the parts and writes them.
 
     Args:
-        parts: float32 values, one or two arrays of ``chunk.part_dims``, rotated.
+        parts: float32 ``unit`` times the values, one or two arrays of ``chunk.part_dims``, rotated.
         chunk: the geometry.
         start: int32 flat index of the chunk's first element, for the dither.
         hashed_seed: uint32 scalar, or None.
         refs: ``qvalue``, ``scale`` and perhaps ``tile_scale``, already cut to the chunk.
         residual_ref: cut to the chunk, or None; the residual is rotated back.
         interpret: whether the kernel is interpreted.
+        unit: a power of two, see ``parts``.
     """
     fmt, target = chunk.fmt, chunk.part_layout
-    magnitude, effective, mask, stored, tile = scales(parts, chunk)
+    magnitude, effective, mask, stored, tile = scales(parts, chunk, unit, interpret)
     inverse = numerics.inverse_scale(effective, magnitude, fmt, hashed_seed is not None)
-    inverse = spread(inverse, chunk.part_dims, target)
+    inverse = spread(inverse * np.float32(1 / unit), chunk.part_dims, target)
     keep = spread(mask, chunk.part_dims, target)
     codes, losses = [], []
     lossy = None
     if residual_ref is not None:
         nan_mask = jnp.where(mask == 0, np.int32(0x7FC00000), np.int32(0))
-        lossy = spread(numerics.float_of((numerics.bits_of(effective) & mask) | nan_mask), chunk.part_dims, target)
+        lossy = numerics.bits_of(effective * np.float32(unit)) & mask | nan_mask
+        lossy = spread(numerics.float_of(lossy), chunk.part_dims, target)
     random = None
     if hashed_seed is not None:
         random = numerics.hash_bits(flat_index(chunk.part_dims, chunk.strides, start, target), hashed_seed)
+    # The payload of a non-finite block is zero: levels are masked, or where two make a byte, the byte is.
+    mask_bytes = fmt.bits == 4 and not interpret
     for i, part in enumerate(parts):
-        y = numerics.float_of(numerics.bits_of(part * inverse) & keep)
-        noise = None if random is None else numerics.dither(random, upper=i == 0)
-        code, level = numerics.encode(y, fmt, noise, level_wanted=lossy is not None)
+        if mask_bytes:
+            y = rounded_product(part, inverse, chunk.part_dims, chunk.vec)
+        else:
+            y = numerics.float_of(numerics.bits_of(part * inverse) & keep)
+        code, level = numerics.encode(y, fmt, random, upper=i == 0, level_wanted=lossy is not None)
         codes.append(code)
         if lossy is not None and level is not None:
             losses.append(part - level * lossy)
     if residual_ref is not None:
-        losses = chunk.rotated(losses, interpret, before_addition=False)
+        losses = chunk.rotated(losses, interpret, unit=unit)
         for loss, ref in zip(losses, cut(residual_ref, len(parts)), strict=True):
             _compat.store(ref, loss.astype(ref.dtype), optimized=False)
     if fmt.bits == 8:
         for code, ref in zip(codes, cut(refs["qvalue"], len(parts)), strict=True):
             _compat.store(ref, code.astype(jnp.int8), optimized=False)
     else:
-        payload = (codes[0] & np.int32(0xF)) | lax.shift_left(codes[1], np.int32(4))
+        payload = numerics.packed(*codes, numerics.code_place(fmt, hashed_seed is not None))
+        if mask_bytes:
+            payload = payload & keep
         _compat.store(refs["qvalue"], payload.astype(jnp.uint8), optimized=False)
     scale_dtype = jnp.uint8 if fmt.tiled else jnp.bfloat16
     _compat.store(refs["scale"], stored.astype(scale_dtype), optimized=False)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, numerics
 from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.mosaic_blocks import (
     STORED,
@@ -31,6 +31,7 @@ from pallas_kernels.mosaic_blocks import (
     stored_arrays,
     stored_types,
 )
+from pallas_kernels.mosaic_layout import widened
 from pallas_kernels.plan import Plan, Programs
 
 ELEMENTS = 4096
@@ -112,9 +113,10 @@ def _run(
     interpret: bool,
 ) -> tuple[Any, ...]:
     g, fmt = geometry, geometry.chunk.fmt
-    leaf = (g.before, g.slices, g.rows, *g.inner)
-    out_lead = (g.slices, g.before, g.rows)
-    outputs = stored_types(fmt, out_lead, g.inner)
+    # All rows in one dim: one index, so one address, for what is read and one for what is written.
+    all_rows = g.before * g.slices * g.rows
+    leaf = (all_rows, *g.inner)
+    outputs = stored_types(fmt, (all_rows,), g.inner)
     if with_residual:
         outputs["residual"] = jax.ShapeDtypeStruct(leaf, x.dtype)
     inputs = {"x": x.reshape(leaf)}
@@ -132,13 +134,17 @@ def _body(refs: dict[str, Any], g: _Geometry, interpret: bool) -> None:
     row, dest = lax.rem(run, np.int32(g.before)), lax.div(run, np.int32(g.before))
     # The last program of a run overlaps its neighbour and writes the same bytes again: no masks.
     start = jnp.minimum(piece * g.rows_per_program, g.rows - g.rows_per_program)
-    where = pl.ds(start, g.rows_per_program)
+    source = pl.ds((row * np.int32(g.slices) + dest) * np.int32(g.rows) + start, g.rows_per_program)
+    target = pl.ds(run * np.int32(g.rows) + start, g.rows_per_program)
     parts = [
-        _compat.load(ref, chunk.part_layout, optimized=False).astype(jnp.float32)
-        for ref in cut(refs["x"].at[row, dest, where], chunk.num_parts)
+        widened(_compat.load(ref, chunk.part_layout, optimized=False), chunk.part_dims, chunk.vec, interpret)
+        for ref in cut(refs["x"].at[source], chunk.num_parts)
     ]
-    out = {name: refs[name].at[dest, row, where] for name in STORED if name in refs}
-    residual = refs["residual"].at[row, dest, where] if "residual" in refs else None
+    out = {name: refs[name].at[target] for name in STORED if name in refs}
+    residual = refs["residual"].at[source] if "residual" in refs else None
     first = (run * g.rows + start) * np.int32(math.prod(g.inner))
-    parts = chunk.rotated(parts, interpret, before_addition=residual is not None)
-    store_quantized(parts, chunk, first, refs["seed"][0] if "seed" in refs else None, out, residual, interpret)
+    # The residual is rotated back, which starts by taking this factor out: here it costs nothing.
+    unit = numerics.BEFORE_ROTATION if residual is not None and chunk.fmt.rotate else 1.0
+    parts = chunk.rotated(parts, interpret, factor=unit)
+    seed = refs["seed"][0] if "seed" in refs else None
+    store_quantized(parts, chunk, first, seed, out, residual, interpret, unit)

@@ -23,6 +23,11 @@ from pallas_kernels import numerics
 from pallas_kernels.mosaic_layout import LANES, WARPS, layout, split_threads
 
 
+MOST_FUSED = 32
+"""Values of a thread up to which an exchange multiplies and adds at once; with more of them in flight, both of every
+pair, the assembler runs out of registers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One butterfly stage.
@@ -82,8 +87,9 @@ def rotate_parts(
     vec: int,
     plan: Sequence[Stage],
     factor: float,
-    before_addition: bool,
     interpret: bool,
+    unit: float = 1.0,
+    before_addition: bool = True,
 ) -> list[jax.Array]:
     """Rotates the parts of a chunk and multiplies them by ``factor``; equals `reference.rotate` bit for bit.
 
@@ -93,29 +99,31 @@ def rotate_parts(
         vec: consecutive elements of a lane.
         plan: from `stages`.
         factor: multiplies the result.
-        before_addition: whether the result may be added to something, see `numerics.scaled`.
         interpret: run the network on arrays instead of registers.
+        unit: what the parts have been multiplied by already, a power of two; the result is not.
+        before_addition: whether the result may be added to something, see `numerics.scaled`.
     """
     if not plan:
-        return [numerics.scaled(part, factor, before_addition) for part in parts]
-    parts = [part * np.float32(numerics.BEFORE_ROTATION) for part in parts]
-    run = _on_arrays if interpret else _on_registers
+        return [numerics.scaled(part, factor / unit, before_addition) for part in parts]
+    before = numerics.BEFORE_ROTATION / unit
     factor *= numerics.after_rotation(2 ** len(plan))
-    return [numerics.scaled(part, factor, before_addition) for part in run(parts, dims, vec, plan)]
+    if interpret:
+        parts = _on_arrays([part * np.float32(before) for part in parts], dims, vec, plan)
+        return [numerics.scaled(part, factor, before_addition) for part in parts]
+    return _on_registers(parts, dims, vec, plan, before, factor)
 
 
 def _network(
     values: Any,
     plan: Sequence[Stage],
     xp: Any,
-    add: Callable[..., Any],
-    subtract: Callable[..., Any],
+    butterfly: Callable[..., Any],
     exchange: Callable[..., Any],
 ) -> Any:
     """All stages on ``values [parts, *registers, vec, ...]`` (of NumPy or JAX, as ``xp`` says).
 
-    ``exchange(values, distance)`` returns mine + partner's on the lower lane of a pair, and partner's - mine on the
-    upper one.
+    ``butterfly(low, high)`` returns their sum and difference. ``exchange(values, distance)`` returns mine + partner's on
+    the lower lane of a pair, and partner's - mine on the upper one.
     """
     for stage in plan:
         if stage.axis is None:
@@ -124,8 +132,7 @@ def _network(
         shape, axis, distance = values.shape, stage.axis, stage.distance
         pairs = values.reshape(*shape[:axis], shape[axis] // (2 * distance), 2, distance, *shape[axis + 1 :])
         before = (slice(None),) * (axis + 1)
-        low, high = pairs[(*before, 0)], pairs[(*before, 1)]
-        values = xp.stack([add(low, high), subtract(low, high)], axis + 1).reshape(shape)
+        values = xp.stack(butterfly(pairs[(*before, 0)], pairs[(*before, 1)]), axis + 1).reshape(shape)
     return values
 
 
@@ -158,27 +165,40 @@ def _on_arrays(parts: list[jax.Array], dims: tuple[int, ...], vec: int, plan: Se
         return jnp.stack([low + high, high * np.float32(-1.0) + low], axis=-2).reshape(values.shape)
 
     values = jnp.stack([to_threads(part, vec) for part in parts])
-    values = _network(values, plan, jnp, jnp.add, jnp.subtract, exchange)
+    values = _network(values, plan, jnp, lambda low, high: (low + high, low - high), exchange)
     return [from_threads(value, dims, vec) for value in values]
 
 
-def _on_registers(parts: list[jax.Array], dims: tuple[int, ...], vec: int, plan: Sequence[Stage]) -> list[jax.Array]:
+def _on_registers(
+    parts: list[jax.Array], dims: tuple[int, ...], vec: int, plan: Sequence[Stage], before: float, after: float
+) -> list[jax.Array]:
     target: Any = layout(dims, vec)
     result: Any = plgpu.ShapeDtypeStruct(dims, jnp.float32, layout=target)
     inline = plgpu.inline_mgpu(arg_types=(target,) * len(parts), return_type=(result,) * len(parts))
-    return list(inline(lambda _, *arrays: _rotated_registers(arrays, plan))(*parts))
+    return list(inline(lambda _, *arrays: _rotated_registers(arrays, plan, before, after))(*parts))
 
 
-def _rotated_registers(arrays: Sequence[Any], plan: Sequence[Stage]) -> tuple[Any, ...]:
-    """The network in the compiler's own operations, on the registers of one thread."""
+def _rotated_registers(arrays: Sequence[Any], plan: Sequence[Stage], before: float, after: float) -> tuple[Any, ...]:
+    """``before`` times the values, through the network, times ``after``, on the registers of one thread.
+
+    In the compiler's own operations: it fuses no product of these with a sum unless it is told to. Where it is told to
+    (`fma`) the product is exact, by a sign or a power of two, so that nothing changes but the count.
+    """
     from jax.experimental.mosaic import gpu as mgpu
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
+    from jaxlib.mlir.dialects import math as mlir_math
 
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     one = ir.VectorType.get((1,), f32)
     signs: dict[int, Any] = {}
+
+    def scalar(value: Any) -> Any:
+        return utils.bitcast(utils.bitcast(value, i32), f32)
+
+    def vector(value: Any) -> Any:
+        return utils.bitcast(utils.bitcast(value, i32), one)
 
     def sign(distance: int) -> Any:
         if distance not in signs:
@@ -187,25 +207,38 @@ def _rotated_registers(arrays: Sequence[Any], plan: Sequence[Stage]) -> tuple[An
             signs[distance] = arith.select(upper, utils.c(-1.0, f32), utils.c(1.0, f32))
         return signs[distance]
 
-    def exchanged(value: Any, distance: int) -> Any:
-        scalar = utils.bitcast(utils.bitcast(value, i32), f32)
+    def exchange(value: Any, distance: int) -> Any:
         partner = utils.bitcast(utils.shfl_bfly(utils.bitcast(value, i32), distance), f32)
-        # The product is exact, so a fused multiply-add changes nothing.
-        total = arith.addf(arith.mulf(scalar, sign(distance)), partner)
-        return utils.bitcast(utils.bitcast(total, i32), one)
+        if values.size > MOST_FUSED:
+            return arith.addf(arith.mulf(value, sign(distance)), partner)
+        return mlir_math.fma(value, sign(distance), partner)
+
+    def times(factor: float) -> Callable[[Any], Any]:
+        return lambda value: arith.mulf(value, utils.c(factor, f32))
+
+    def butterfly(low: Any, high: Any) -> tuple[Any, Any]:
+        return arith.addf(low, high), arith.subf(low, high)
+
+    def scaled_butterfly(low: Any, high: Any) -> tuple[Any, Any]:
+        scale, high = utils.c(before, f32), times(before)(high)
+        return mlir_math.fma(low, scale, high), mlir_math.fma(low, scale, arith.negf(high))
 
     values = np.empty((len(arrays), *arrays[0].registers.shape, arrays[0].layout.vector_length), dtype=object)
     for where in np.ndindex(values.shape[:-1]):
         register = arrays[where[0]].registers[where[1:]]
         for i in range(values.shape[-1]):
-            values[(*where, i)] = utils.vector_slice(register, slice(i, i + 1))
+            values[(*where, i)] = scalar(utils.vector_slice(register, slice(i, i + 1)))
     # Registers of a layout are indexed by the tiles along each dim, then by dims of size one.
     rank = len(arrays[0].shape)
-    cut = (len(arrays), *values.shape[1 : 1 + rank], values.shape[-1])
-    rotated = _network(
-        values.reshape(cut), plan, np, np.frompyfunc(arith.addf, 2, 1), np.frompyfunc(arith.subf, 2, 1),
-        np.frompyfunc(exchanged, 2, 1),
-    ).reshape(values.shape)  # fmt: skip
+    rotated = values.reshape(len(arrays), *values.shape[1 : 1 + rank], values.shape[-1])
+    exchanges = np.frompyfunc(exchange, 2, 1)
+    if before != 1.0 and plan[0].axis is not None:
+        rotated = _network(rotated, plan[:1], np, np.frompyfunc(scaled_butterfly, 2, 2), exchanges)
+        plan = plan[1:]
+    elif before != 1.0:
+        rotated = np.frompyfunc(times(before), 1, 1)(rotated)
+    rotated = _network(rotated, plan, np, np.frompyfunc(butterfly, 2, 2), exchanges)
+    rotated = np.frompyfunc(lambda value: vector(times(after)(value)), 1, 1)(rotated).reshape(values.shape)
     results = []
     for array, scalars in zip(arrays, rotated, strict=True):
         registers = np.empty_like(array.registers)

@@ -209,7 +209,7 @@ def _body(refs: dict[str, Any], call: Sum, interpret: bool) -> None:
         more = chunk.rotated(more, interpret) if alike else more
         total = [a + b for a, b in zip(total, more, strict=True)]
     if not alike:
-        total = chunk.rotated(total, interpret, before_addition="residual" in refs)
+        total = chunk.rotated(total, interpret)
     out = {name: refs[name].at[where] for name in STORED if name in refs}
     residual = refs["residual"].at[where] if "residual" in refs else None
     seed = refs["seed"][0] if "seed" in refs else None

@@ -126,7 +126,7 @@ def hash_seed(seed: jax.Array | int) -> jax.Array:
 
 
 def dither(random: jax.Array, upper: bool) -> jax.Array:
-    """Noise in (-1/2, 1/2) from the upper or lower 16 bits of a hash: odd multiples of 2**-17.
+    """Noise in (-1/2, 1/2) from the upper or lower 16 bits of a hash: odd multiples of 2**-17. For 8 bits and e2m1.
 
     Sixteen bits, because then level + noise is exact in float32 up to 127, so a value on the grid always stays there;
     and because one hash then serves two elements, the j-th of either half of a block.
@@ -136,24 +136,53 @@ def dither(random: jax.Array, upper: bool) -> jax.Array:
     return lax.bitcast_convert_type(kept, jnp.float32) - np.float32(1.5)
 
 
-def encode(
-    y: jax.Array, fmt: BlockFormat, noise: jax.Array | None = None, level_wanted: bool = True
-) -> tuple[jax.Array, jax.Array | None]:
-    """Rounds x / scale to a level, half to even, or stochastically with ``noise`` from `dither`.
+def rounded_down(y: jax.Array, random: jax.Array, upper: bool) -> tuple[jax.Array, jax.Array]:
+    """The largest whole number up to y + u, with u in [0, 1) the upper or lower 16 bits of a hash.
 
-    Without ``level_wanted`` the addition below does the rounding, which is the same number; y must then not be a
-    product that the compiler could fuse into it.
+    160 + u has these bits as they are for the lower half of its mantissa, and 160 + u + y, for y within 32, its whole
+    part in the upper half: nothing is converted. The sum is rounded to 2**-16, so that a y that is off a whole number by
+    less than half of that stays on it.
 
     Returns:
-        ``(code, level)``: the stored code as int32 (two's complement with arbitrary bits above the low 4 or 8, or the
-        e2m1 nibble), and its value in float32, or None if it is not wanted.
+        ``(code, level)``: int32 whose bits 16..19 are those of the number, and the number in float32.
     """
+    fraction = lax.shift_right_logical(random, np.uint32(16)) if upper else random & np.uint32(0xFFFF)
+    total = bits_of(y + lax.bitcast_convert_type(fraction | np.uint32(0x43200000), jnp.float32))
+    return total, float_of(total & np.int32(-0x10000)) - np.float32(160.0)
+
+
+def code_place(fmt: BlockFormat, stochastic: bool) -> int:
+    """The lowest bit of a code from `encode`."""
+    return 16 if stochastic and fmt.bits == 4 and fmt.levels == "integer" else 0
+
+
+def packed(low: jax.Array, high: jax.Array, place: int) -> jax.Array:
+    """Two 4-bit codes that stand at ``place`` as the low byte of an int32 with arbitrary bits above."""
+    pair = (low & np.int32(0xF << place)) | (lax.shift_left(high, np.int32(4)) & np.int32(~(0xF << place)))
+    return lax.shift_right_logical(pair, np.int32(place)) if place else pair
+
+
+def encode(
+    y: jax.Array, fmt: BlockFormat, random: jax.Array | None = None, upper: bool = True, level_wanted: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
+    """Rounds x / scale to a level, half to even, or stochastically with one half of ``random`` from `hash_bits`.
+
+    Without ``level_wanted`` an addition does the rounding, which is the same number. y must not be a product that the
+    compiler could fuse into an addition.
+
+    Returns:
+        ``(code, level)``: an int32 that holds the stored code (two's complement, or the e2m1 nibble) from bit
+        `code_place` on and arbitrary bits around it, and its value in float32, or None if it is not wanted.
+    """
+    if code_place(fmt, random is not None):
+        total, level = rounded_down(y, random, upper)
+        return total, level if level_wanted else None
+    noise = None if random is None else dither(random, upper)
     if fmt.levels == "integer":
         level = y if noise is None else y + noise
         if level_wanted:
             level = lax.round(level, lax.RoundingMethod.TO_NEAREST_EVEN)
-        # At 4 bits nothing leaves the range: even under the ceiling of `round_scale` |y| stays below 7.1, and where
-        # noise is added `inverse_scale` keeps it below 7.
+        # At 4 bits nothing leaves the range: even under the ceiling of `round_scale` |y| stays below 7.1.
         if fmt.bits == 8:
             level = jnp.minimum(jnp.maximum(level, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
         # Adding 1.5 * 2**23 puts the integer into the low mantissa bits: no float-to-integer conversion.
@@ -190,9 +219,9 @@ def magic(fmt: BlockFormat) -> np.ndarray:
 
 
 def inverse_scale(effective: jax.Array, magnitude: jax.Array, fmt: BlockFormat, stochastic: bool) -> jax.Array:
-    """1 / scale, or a hair less where a 4-bit level plus noise must not reach 7.5.
+    """1 / scale, or a hair less where a 4-bit level plus what `rounded_down` adds must not reach 8.
 
-    The largest noise is 1/2 - 2**-17. Quotients and products are off by 2**-21 of 7 at most on any backend, so that
+    The most it adds is 1 - 2**-16. Quotients and products are off by 2**-21 of 7 at most on any backend, so that
     7 - 2**-18 keeps the largest level in range, and a value on the grid still on its level.
     """
     inverse = np.float32(1.0) / effective

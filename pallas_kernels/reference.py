@@ -81,13 +81,13 @@ def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFo
     return spread * numerics.e4m3_value(code)
 
 
-def pack(code: jax.Array, fmt: BlockFormat) -> jax.Array:
-    """Codes (int32) as stored bytes: int8, or uint8 with element j low and element j + block_size / 2 high."""
+def pack(code: jax.Array, fmt: BlockFormat, place: int = 0) -> jax.Array:
+    """Codes (int32, from bit ``place`` on) as stored bytes: int8, or uint8 with element j low and element
+    j + block_size / 2 high."""
     if fmt.bits == 8:
         return code.astype(jnp.int8)
     half = fmt.block_size // 2
-    low, high = code[..., :half] & 0xF, code[..., half:] & 0xF
-    return (low | (high << 4)).astype(jnp.uint8)
+    return numerics.packed(code[..., :half], code[..., half:], place).astype(jnp.uint8)
 
 
 def unpack(qvalue: jax.Array, fmt: BlockFormat) -> jax.Array:
@@ -99,15 +99,13 @@ def unpack(qvalue: jax.Array, fmt: BlockFormat) -> jax.Array:
     return jnp.concatenate([low, high * np.float32(factor)], axis=-1)
 
 
-def noise_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
-    """Dither for every element: one hash per pair (j, j + block_size / 2) of a block.
+def random_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
+    """32 random bits for every pair (j, j + block_size / 2) of a block, ``[..., block_size / 2]``.
 
     The counter is the row-major index, over lead, block and position, of the pair's first element.
     """
-    half = blocks.shape[-1] // 2
-    index = jnp.arange(blocks.size, dtype=jnp.uint32).reshape(blocks.shape)[..., :half]
-    random = numerics.hash_bits(index, hashed_seed)
-    return jnp.concatenate([numerics.dither(random, upper) for upper in (True, False)], axis=-1)
+    index = jnp.arange(blocks.size, dtype=jnp.uint32).reshape(blocks.shape)[..., : blocks.shape[-1] // 2]
+    return numerics.hash_bits(index, hashed_seed)
 
 
 def quantize_blocks(
@@ -129,12 +127,18 @@ def quantize_blocks(
     finite = numerics.is_finite_bits(magnitude)[..., None]
     inverse = numerics.inverse_scale(effective, magnitude, fmt, hashed_seed is not None)
     y = jnp.where(finite, blocks * inverse[..., None], 0.0)
-    code, level = numerics.encode(y, fmt, None if hashed_seed is None else noise_like(blocks, hashed_seed))
+    if hashed_seed is None:
+        code, level = numerics.encode(y, fmt)
+    else:
+        random = random_like(blocks, hashed_seed)
+        halves = jnp.split(y, 2, axis=-1)
+        parts = [numerics.encode(half, fmt, random, upper=i == 0) for i, half in enumerate(halves)]
+        code, level = (jnp.concatenate(both, axis=-1) for both in zip(*parts, strict=True))
     residual = None
     if with_residual:
         assert level is not None
         residual = jnp.where(finite, blocks - level * effective[..., None], np.float32(np.nan))
-    return pack(code, fmt), scale, tile_scale, residual
+    return pack(code, fmt, numerics.code_place(fmt, hashed_seed is not None)), scale, tile_scale, residual
 
 
 def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:

@@ -164,6 +164,19 @@ def test_the_noise_is_uniform_and_its_neighbours_are_independent():
         assert abs((upper * lower).mean()) < 5 / (12 * np.sqrt(size))
 
 
+@pytest.mark.parametrize("upper", [True, False])
+def test_rounding_down_keeps_whole_numbers_and_goes_up_as_often_as_the_fraction_says(upper):
+    random = jnp.arange(1 << 16, dtype=jnp.uint32) * np.uint32(0x10001)  # every 16-bit number once, in either half
+    for y in (-7.0, -3.0, 0.0, 5.0, 7.0, 7.0 - 2.0**-18, -7.0 - 2.0**-20):
+        total, level = numerics.rounded_down(jnp.float32(y), random, upper)
+        assert (np.asarray(level) == round(y)).all()
+        assert ((np.asarray(total) >> 16) & 0xF == round(y) & 0xF).all()
+    for y in (-6.75, -0.1, 0.3, 6.5):
+        _, level = numerics.rounded_down(jnp.float32(y), random, upper)
+        assert set(np.asarray(level)) == {np.floor(y), np.floor(y) + 1}
+        assert abs(np.asarray(level, np.float64).mean() - y) <= 2.0**-17
+
+
 @by_format
 def test_a_block_with_nan_or_inf_dequantises_to_nan_and_its_neighbours_do_not(fmt):
     def everything(x):
