@@ -54,22 +54,21 @@ def target_device() -> tuple[str | None, tuple[int, int] | None]:
     return ("gpu", None) if kind else (None, None)
 
 
-def load(ref: Any, layout: Any, optimized: bool) -> jax.Array:
+def load(ref: Any, layout: Any) -> jax.Array:
     """Reads a global-memory ref into registers of the given layout."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     read: Any = plgpu.load  # its signature differs between the versions
-    if VERSION >= (0, 12):
-        return read(ref, layout=layout, optimized=optimized)
-    return read(ref, (), layout=layout, optimized=False)
+    index = () if VERSION >= (0, 11) else ((),)
+    return read(ref, *index, layout=layout, optimized=False)
 
 
-def store(ref: Any, value: jax.Array, optimized: bool) -> None:
+def store(ref: Any, value: jax.Array) -> None:
     """Writes registers to a global-memory ref."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     if VERSION >= (0, 12):
-        plgpu.store(ref, value, optimized=optimized)  # type: ignore[attr-defined]
+        plgpu.store(ref, value, optimized=False)  # type: ignore[attr-defined]
     else:
         ref[...] = value
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import _compat, numerics
+from pallas_kernels import _compat, mosaic_registers, numerics
 from pallas_kernels.array import BlockFormat
-from pallas_kernels.mosaic_layout import WARPS, chunk_rows, flat_index, layout, reduced, rounded_product, split_threads, spread
+from pallas_kernels.mosaic_layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
 from pallas_kernels.mosaic_rotate import Stage, rotate_parts, stages
 
 
@@ -188,7 +188,7 @@ def scales(
     The stored scale is float32 (bfloat16 exactly, NaN for a non-finite block) or an int32 float8 code.
     """
     fmt, rank = chunk.fmt, len(chunk.dims)
-    # Compiled, a float maximum keeps NaN and takes magnitudes: an instruction an element, where an integer one needs two.
+    # Compiled, a float maximum keeps NaN and takes magnitudes, in one instruction an element; an integer one needs two.
     # Interpreted, it is XLA's for a CPU, which drops NaN.
     sizes = [numerics.abs_bits(part) if interpret else jnp.abs(part) for part in parts]
     largest = jnp.max(functools.reduce(jnp.maximum, sizes), axis=rank - 1)
@@ -205,7 +205,8 @@ def scales(
         largest_needed = jnp.max(largest_needed, axis=axis)
     tile = numerics.round_tile_scale(largest_needed, fmt.qmax)
     wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
-    inverse = spread(numerics.tile_inverse(tile), chunk.dims[:-1], chunk.row_layout)
+    inverse = mosaic_registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
+    inverse = spread(numerics.tile_inverse(inverse), chunk.dims[:-1], chunk.row_layout)
     code = numerics.e4m3_code(needed, inverse, magnitude)
     value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
     return magnitude, wide * value, mask, code, tile
@@ -235,7 +236,8 @@ def store_quantized(
     """
     fmt, target = chunk.fmt, chunk.part_layout
     magnitude, effective, mask, stored, tile = scales(parts, chunk, unit, interpret)
-    inverse = numerics.inverse_scale(effective, magnitude, fmt, hashed_seed is not None)
+    inverse = mosaic_registers.reciprocal(effective, chunk.row_layout, interpret)
+    inverse = numerics.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
     inverse = spread(inverse * np.float32(1 / unit), chunk.part_dims, target)
     keep = spread(mask, chunk.part_dims, target)
     codes, losses = [], []
@@ -251,7 +253,7 @@ def store_quantized(
     mask_bytes = fmt.bits == 4 and not interpret
     for i, part in enumerate(parts):
         if mask_bytes:
-            y = rounded_product(part, inverse, chunk.part_dims, chunk.vec)
+            y = mosaic_registers.product(part, inverse, target)
         else:
             y = numerics.float_of(numerics.bits_of(part * inverse) & keep)
         code, level = numerics.encode(y, fmt, random, upper=i == 0, level_wanted=lossy is not None)
@@ -261,16 +263,16 @@ def store_quantized(
     if residual_ref is not None:
         losses = chunk.rotated(losses, interpret, unit=unit)
         for loss, ref in zip(losses, cut(residual_ref, len(parts)), strict=True):
-            _compat.store(ref, loss.astype(ref.dtype), optimized=False)
+            _compat.store(ref, loss.astype(ref.dtype))
     if fmt.bits == 8:
         for code, ref in zip(codes, cut(refs["qvalue"], len(parts)), strict=True):
-            _compat.store(ref, code.astype(jnp.int8), optimized=False)
+            _compat.store(ref, code.astype(jnp.int8))
     else:
-        payload = numerics.packed(*codes, numerics.code_place(fmt, hashed_seed is not None))
+        payload = numerics.packed(codes[0], codes[1], numerics.code_place(fmt, hashed_seed is not None))
         if mask_bytes:
             payload = payload & keep
-        _compat.store(refs["qvalue"], payload.astype(jnp.uint8), optimized=False)
+        _compat.store(refs["qvalue"], payload.astype(jnp.uint8))
     scale_dtype = jnp.uint8 if fmt.tiled else jnp.bfloat16
-    _compat.store(refs["scale"], stored.astype(scale_dtype), optimized=False)
+    _compat.store(refs["scale"], stored.astype(scale_dtype))
     if tile is not None:
-        _compat.store(refs["tile_scale"], tile.astype(jnp.bfloat16), optimized=False)
+        _compat.store(refs["tile_scale"], tile.astype(jnp.bfloat16))

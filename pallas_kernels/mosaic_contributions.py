@@ -104,10 +104,10 @@ def _contribution(refs: dict[str, Any], call: Sum, where: Any, index: Any, inter
     target, rank = chunk.part_layout, len(chunk.dims)
     axes = tuple(range(1 + len(call.split), rank))
     rows = reduced(target, axes)
-    scale = _compat.load(refs["source_scale"].at[index, where], rows, optimized=False)
+    scale = _compat.load(refs["source_scale"].at[index, where], rows)
     if source.tiled:
         tile_layout = reduced(target, tuple(range(1, rank)))
-        tile = _compat.load(refs["source_tile_scale"].at[index, where], tile_layout, optimized=False)
+        tile = _compat.load(refs["source_tile_scale"].at[index, where], tile_layout)
         scale = spread(tile.astype(jnp.float32), chunk.dims[: 1 + len(call.split)], rows) * numerics.e4m3_value(
             scale.astype(jnp.int32)
         )
@@ -115,7 +115,7 @@ def _contribution(refs: dict[str, Any], call: Sum, where: Any, index: Any, inter
         scale = scale.astype(jnp.float32)
     payload = refs["source_qvalue"].at[index, where]
     pieces = cut(payload, chunk.num_parts) if source.bits == 8 else [payload]
-    codes = [_compat.load(piece, target, optimized=False).astype(jnp.int32) for piece in pieces]
+    codes = [_compat.load(piece, target).astype(jnp.int32) for piece in pieces]
     if source.bits == 4:
         codes = codes * 2
     parts = []

@@ -72,52 +72,6 @@ def spread(value: jax.Array, dims: tuple[int, ...], target: Any) -> jax.Array:
     return plgpu.layout_cast(wide, target)
 
 
-def rounded_product(a: jax.Array, b: jax.Array, dims: tuple[int, ...], vec: int) -> jax.Array:
-    """``a * b`` of two float32 chunks of `layout`, which no compiler fuses into an addition after it."""
-    target: Any = layout(dims, vec)
-    result: Any = plgpu.ShapeDtypeStruct(dims, jnp.float32, layout=target)
-
-    def on_registers(_: Any, x: Any, y: Any) -> Any:
-        from jaxlib.mlir.dialects import arith
-
-        registers = np.empty_like(x.registers)
-        for where in np.ndindex(registers.shape):  # Pallas's own product allows the fusion, this one does not
-            registers[where] = arith.mulf(x.registers[where], y.registers[where])
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-    return plgpu.inline_mgpu(arg_types=(target, target), return_type=result)(on_registers)(a, b)
-
-
-def widened(x: jax.Array, dims: tuple[int, ...], vec: int, interpret: bool) -> jax.Array:
-    """A chunk of `layout` in float32.
-
-    Two bfloat16 of a register are a shift and a mask apart; the compiler's own conversion takes three instructions.
-    """
-    if x.dtype != jnp.bfloat16 or vec % 2 or interpret:
-        return x.astype(jnp.float32)
-    target: Any = layout(dims, vec)
-    result: Any = plgpu.ShapeDtypeStruct(dims, jnp.float32, layout=target)
-
-    def on_registers(_: Any, array: Any) -> Any:
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith, vector
-
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        pairs, wide = ir.VectorType.get((vec // 2,), i32), ir.VectorType.get((vec,), f32)
-        registers = np.empty_like(array.registers)
-        for where in np.ndindex(registers.shape):
-            words = utils.bitcast(array.registers[where], pairs)
-            halves = []
-            for i in range(vec // 2):
-                word = vector.extract(words, dynamic_position=[], static_position=[i])
-                halves += [arith.shli(word, utils.c(16, i32)), arith.andi(word, utils.c(-0x10000, i32))]
-            registers[where] = vector.from_elements(wide, [utils.bitcast(half, f32) for half in halves])
-        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
-
-    return plgpu.inline_mgpu(arg_types=(target,), return_type=result)(on_registers)(x)
-
-
 def flat_index(dims: tuple[int, ...], strides: Sequence[int], start: jax.Array, target: Any) -> jax.Array:
     """uint32 index ``start + sum(i_d * strides[d])`` of every element, in the layout ``target``."""
     total = start.astype(jnp.uint32)

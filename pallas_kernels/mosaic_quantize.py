@@ -31,7 +31,7 @@ from pallas_kernels.mosaic_blocks import (
     stored_arrays,
     stored_types,
 )
-from pallas_kernels.mosaic_layout import widened
+from pallas_kernels.mosaic_registers import widened
 from pallas_kernels.plan import Plan, Programs
 
 ELEMENTS = 4096
@@ -137,7 +137,7 @@ def _body(refs: dict[str, Any], g: _Geometry, interpret: bool) -> None:
     source = pl.ds((row * np.int32(g.slices) + dest) * np.int32(g.rows) + start, g.rows_per_program)
     target = pl.ds(run * np.int32(g.rows) + start, g.rows_per_program)
     parts = [
-        widened(_compat.load(ref, chunk.part_layout, optimized=False), chunk.part_dims, chunk.vec, interpret)
+        widened(_compat.load(ref, chunk.part_layout), chunk.part_layout, chunk.vec, interpret)
         for ref in cut(refs["x"].at[source], chunk.num_parts)
     ]
     out = {name: refs[name].at[target] for name in STORED if name in refs}

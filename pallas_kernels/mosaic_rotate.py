@@ -22,7 +22,6 @@ import numpy as np
 from pallas_kernels import numerics
 from pallas_kernels.mosaic_layout import LANES, WARPS, layout, split_threads
 
-
 MOST_FUSED = 32
 """Values of a thread up to which an exchange multiplies and adds at once; with more of them in flight, both of every
 pair, the assembler runs out of registers."""
@@ -122,8 +121,8 @@ def _network(
 ) -> Any:
     """All stages on ``values [parts, *registers, vec, ...]`` (of NumPy or JAX, as ``xp`` says).
 
-    ``butterfly(low, high)`` returns their sum and difference. ``exchange(values, distance)`` returns mine + partner's on
-    the lower lane of a pair, and partner's - mine on the upper one.
+    ``butterfly(low, high)`` returns their sum and difference. ``exchange(values, distance)`` returns mine + partner's
+    on the lower lane of a pair, and partner's - mine on the upper one.
     """
     for stage in plan:
         if stage.axis is None:

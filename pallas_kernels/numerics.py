@@ -83,9 +83,14 @@ def _largest_scale(factor: float) -> float:
     return float((value.view(np.int32) & np.int32(-65536)).view(np.float32))
 
 
-def tile_inverse(tile_scale: jax.Array) -> jax.Array:
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x in float32, rounded once: what every kernel's reciprocal equals."""
+    return np.float32(1.0) / x
+
+
+def tile_inverse(one_over_tile_scale: jax.Array) -> jax.Array:
     """What turns needed scales into ratios to their tile's scale; the hair below 1 is that of `needed_scale`."""
-    return np.float32(_DEFLATE) / tile_scale
+    return one_over_tile_scale * np.float32(_DEFLATE)
 
 
 def e4m3_code(needed: jax.Array, tile_inverse: jax.Array, magnitude: jax.Array) -> jax.Array:
@@ -139,9 +144,9 @@ def dither(random: jax.Array, upper: bool) -> jax.Array:
 def rounded_down(y: jax.Array, random: jax.Array, upper: bool) -> tuple[jax.Array, jax.Array]:
     """The largest whole number up to y + u, with u in [0, 1) the upper or lower 16 bits of a hash.
 
-    160 + u has these bits as they are for the lower half of its mantissa, and 160 + u + y, for y within 32, its whole
-    part in the upper half: nothing is converted. The sum is rounded to 2**-16, so that a y that is off a whole number by
-    less than half of that stays on it.
+    160 + u has these bits as they are for the lower half of its float32, and 160 + u + y, for y within 32, its whole
+    part in the upper half: nothing is converted. The sum is rounded to 2**-16, so that a y that is off a whole number
+    by less than half of that stays on it.
 
     Returns:
         ``(code, level)``: int32 whose bits 16..19 are those of the number, and the number in float32.
@@ -174,7 +179,7 @@ def encode(
         ``(code, level)``: an int32 that holds the stored code (two's complement, or the e2m1 nibble) from bit
         `code_place` on and arbitrary bits around it, and its value in float32, or None if it is not wanted.
     """
-    if code_place(fmt, random is not None):
+    if random is not None and code_place(fmt, True):
         total, level = rounded_down(y, random, upper)
         return total, level if level_wanted else None
     noise = None if random is None else dither(random, upper)
@@ -218,16 +223,19 @@ def magic(fmt: BlockFormat) -> np.ndarray:
     return np.array([0x4B000000 | _field(fmt, high)[1] for high in places], np.int32)
 
 
-def inverse_scale(effective: jax.Array, magnitude: jax.Array, fmt: BlockFormat, stochastic: bool) -> jax.Array:
-    """1 / scale, or a hair less where a 4-bit level plus what `rounded_down` adds must not reach 8.
+def inverse_scale(
+    one_over_scale: jax.Array, effective: jax.Array, magnitude: jax.Array, fmt: BlockFormat, stochastic: bool
+) -> jax.Array:
+    """1 / scale, or less where a 4-bit level plus what `rounded_down` adds would reach 8.
 
-    The most it adds is 1 - 2**-16. Quotients and products are off by 2**-21 of 7 at most on any backend, so that
-    7 - 2**-18 keeps the largest level in range, and a value on the grid still on its level.
+    The most it adds is 1 - 2**-16, and sums round to 2**-16: levels may reach 7 + 2**-17. Scales are too small by
+    2**-21 of themselves at most, for the two hairs that `needed_scale` and `tile_inverse` take off, and products round
+    by 2**-24; but under the ceiling of `round_scale`, where blocks reach float32's largest numbers, by up to 2**-7.
     """
-    inverse = np.float32(1.0) / effective
     if not stochastic or fmt.bits == 8 or fmt.levels != "integer":
-        return inverse
-    return jnp.minimum(inverse, np.float32(fmt.qmax - 2.0**-18) / float_of(magnitude))
+        return one_over_scale
+    over = float_of(magnitude) > effective * np.float32(fmt.qmax * (1 + 1.5 * 2.0**-21))
+    return jnp.where(over, one_over_scale * np.float32(1 - 2.0**-7), one_over_scale)
 
 
 def e2m1_bits(code: jax.Array, high: bool) -> jax.Array:

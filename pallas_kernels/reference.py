@@ -66,7 +66,8 @@ def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax
     grouped = needed.reshape(*needed.shape[:-1], needed.shape[-1] // per_tile, per_tile)
     tile = numerics.round_tile_scale(grouped.max(axis=-1, initial=0.0), fmt.qmax)
     spread = jnp.repeat(tile, per_tile, axis=-1)
-    code = numerics.e4m3_code(needed, jnp.repeat(numerics.tile_inverse(tile), per_tile, axis=-1), magnitude)
+    inverse = jnp.repeat(numerics.tile_inverse(numerics.reciprocal(tile)), per_tile, axis=-1)
+    code = numerics.e4m3_code(needed, inverse, magnitude)
     value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
     scale = jax.lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn)
     return spread * value, scale, tile.astype(jnp.bfloat16)
@@ -125,7 +126,8 @@ def quantize_blocks(
     magnitude = numerics.abs_bits(blocks).max(axis=-1, initial=0)
     effective, scale, tile_scale = block_scales(magnitude, fmt)
     finite = numerics.is_finite_bits(magnitude)[..., None]
-    inverse = numerics.inverse_scale(effective, magnitude, fmt, hashed_seed is not None)
+    inverse = numerics.reciprocal(effective)
+    inverse = numerics.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
     y = jnp.where(finite, blocks * inverse[..., None], 0.0)
     if hashed_seed is None:
         code, level = numerics.encode(y, fmt)

@@ -85,9 +85,7 @@ def test_every_shape_and_dtype_round_trips_to_its_shape(fmt, rng):
 
 
 SIZE = 300
-finite_arrays = hnp.arrays(
-    np.float32, SIZE, elements=st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False)
-)
+finite_arrays = hnp.arrays(np.float32, SIZE, elements=st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False))
 sampled = functools.partial(settings, deadline=None, derandomize=True, database=None)
 
 
