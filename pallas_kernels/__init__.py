@@ -7,11 +7,11 @@
 `reference` is the meaning of every op, in plain jnp. The kernels are built for the ZeRO++ collectives (arXiv
 2306.10209) and equal it bit for bit; `backend` chooses when a program is lowered. What is shown where, and how:
 
-| | CPU | H100, H200 | B200 | A100 |
+| | CPU | H100, H200 | B200 | A100 (JAX 0.11 on) |
 |---|---|---|---|---|
 | "xla" | run, tests | compiled | - | - |
-| "mosaic_gpu" | interpreted, equal bits (JAX 0.11 on) | compiled; counted on H100 | compiled | compiled (JAX 0.11 on) |
-| speed | - | modelled only | modelled only | modelled only |
+| "mosaic_gpu" | interpreted (JAX 0.11 on): equal bits | PTX executed on a CPU: equal bits | compiled | compiled |
+| speed | - | counted (H100) and modelled | modelled only | modelled only |
 
 No kernel has run on a GPU yet: by default XLA runs every op, and `prefer_kernels()` asks for the kernels.
 "Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.1x
@@ -28,15 +28,16 @@ and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launc
 | dequantize_sum int8 / int4 with e4m3 scales | 1.04x / 1.24x, 2 launches | 1.00x, 1 launch | kernel |
 | dequantize_sum_quantize | 2.1x to 2.8x, 4 to 6 launches | 1.00x, 1 launch | kernel |
 
-`pack_bytes` and `unpack_bytes` add a copy of the payload each to a kernel; XLA fuses the first into its own program.
+`pack_bytes` and `unpack_bytes` add a copy of the payload each to a kernel, `pack_apart` of the scales alone; XLA fuses
+packing into its own program.
 XLA alone does: leaves whose contiguous run per slice is no multiple of the block (of the tile of 1024 with e4m3
 scales) or is a single one, sums of padded slices, and int4 contributions requantised in smaller blocks.
 """
 
 from pallas_kernels.array import BlockFormat, QuantizedArray
-from pallas_kernels.backend import prefer_kernels
+from pallas_kernels.backend import kernels_preferred, prefer_kernels
 from pallas_kernels.dequantizing import dequantize, dequantize_sum, dequantize_sum_quantize
-from pallas_kernels.message import pack_bytes, unpack_bytes
+from pallas_kernels.message import pack_apart, pack_bytes, unpack_bytes
 from pallas_kernels.quantizing import quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
 
@@ -47,6 +48,8 @@ __all__ = [
     "dequantize_sum",
     "dequantize_sum_quantize",
     "from_slices",
+    "kernels_preferred",
+    "pack_apart",
     "pack_bytes",
     "prefer_kernels",
     "quantize",

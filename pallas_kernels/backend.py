@@ -53,10 +53,16 @@ def prefer_kernels(enabled: bool = True) -> bool:
     return before
 
 
-def _wanted_by_default(op: str) -> bool:
+def kernels_preferred() -> bool:
+    """Whether `implementation=None` means the kernels where a program is lowered for CUDA.
+
+    >>> before = prefer_kernels(False)
+    >>> kernels_preferred()
+    False
+    >>> before = prefer_kernels(before)
+    """
     capability = _compat.target_device()[1]
-    proven = capability is not None and capability[0] in PROVEN_ON
-    return op in KERNELS and (_preferred or proven)
+    return _preferred or (capability is not None and capability[0] in PROVEN_ON)
 
 
 def device_problems() -> list[str]:
@@ -119,7 +125,7 @@ def run(
                 f"{op}: implementation='mosaic_gpu' cannot do this call:\n- " + "\n- ".join(dict.fromkeys(reasons))
             )
         return kernel(*operands, interpret=interpret)
-    if not _wanted_by_default(op) or reasons or device_problems() or _concrete_on_cpu(operands):
+    if op not in KERNELS or not kernels_preferred() or reasons or device_problems() or _concrete_on_cpu(operands):
         return reference(*operands)
     # Decided at lowering: one traced program runs on a CPU and compiles for a GPU that is not there.
     return jax.lax.platform_dependent(*operands, cuda=lambda *args: kernel(*args, interpret=False), default=reference)

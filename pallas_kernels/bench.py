@@ -101,23 +101,25 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
 
 
 def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]:
-    """What the two sides of an all-to-all do when payload and scales travel as one message."""
+    """What the two sides of an all-to-all do: XLA writes one message a destination, a kernel payload and scales."""
 
-    def send(x: jax.Array, implementation: backend.Implementation) -> jax.Array:
+    def send(x: jax.Array, implementation: backend.Implementation) -> Any:
         q = pk.quantize_slices(x, dim=0, num_slices=COUNT, implementation=implementation, **INT8.keywords())
-        return pk.pack_bytes(q)
+        return pk.pack_apart(q) if implementation == "mosaic_gpu" else pk.pack_bytes(q)
 
-    def receive(message: jax.Array, implementation: backend.Implementation) -> pk.QuantizedArray:
-        q = pk.unpack_bytes(message, format=INT8, shape=one, dtype="bfloat16")
+    def receive(payload: jax.Array, scales: jax.Array, implementation: backend.Implementation) -> pk.QuantizedArray:
+        q = pk.unpack_bytes((payload, scales), format=INT8, shape=one, dtype="bfloat16")
         return pk.dequantize_sum_quantize(q, implementation=implementation, **INT4_TILED.keywords())
 
     size = math.prod(leaf.shape)
-    message = jax.ShapeDtypeStruct((COUNT, INT8.message_bytes(size // COUNT)), jnp.uint8)
+    payload = INT8.num_blocks(size // COUNT) * INT8.block_bytes
+    rest = INT8.message_bytes(size // COUNT) - payload
+    received = tuple(jax.ShapeDtypeStruct((COUNT, width), jnp.uint8) for width in (payload, rest))
     sent = mosaic_gpu.plan_quantize(leaf.shape, leaf.dtype, 0, (COUNT,), INT8, False, False)
     fused = mosaic_gpu.plan_sum_quantize((COUNT,), one, INT8, INT4_TILED, 1.0, False, None, False)
     return [
-        Op("quantize_slices int8/128, pack_bytes", send, (leaf,), sent, size),
-        Op(f"unpack_bytes, d_sum_q {COUNT}x int8/128 -> int4/32e4m3", receive, (message,), fused, size // COUNT),
+        Op("quantize_slices int8/128, messages", send, (leaf,), sent, size),
+        Op(f"messages, d_sum_q {COUNT}x int8/128 -> int4/32e4m3", receive, received, fused, size // COUNT),
     ]
 
 

@@ -1,6 +1,7 @@
 """One message per destination: payload and scales of a slice as one row of bytes.
 
-An all-to-all of several arrays is several collectives; one byte row per slice is one. Layout of a row, in order:
+An all-to-all of several arrays is several collectives; one byte row per slice is one. XLA writes the row as part of
+quantising. A kernel cannot, and sends payload and scales apart, as two rows. Layout of a row, in order:
 
     payload | block scales | tile scales
 
@@ -10,6 +11,7 @@ needs no change of element width. Sizes are static: they follow from the format 
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -33,6 +35,26 @@ def _from_planes(planes: list[jax.Array], dtype: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
 
 
+def pack_apart(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    """The slices of ``q`` as two messages, payload and scales: ``uint8 [*lead, payload_bytes]``, ``[*lead, the rest]``.
+
+    For kernels, which write arrays of their own: the payload is sent as it is, without the copy into one message.
+
+    Raises:
+        ValueError: the arrays of ``q`` do not fit its metadata.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import quantize_slices
+    >>> q = quantize_slices(jnp.ones((8, 64)), dim=0, num_slices=4, bits=4, block_size=32)
+    >>> [message.shape for message in pack_apart(q)]
+    [(4, 64), (4, 8)]
+    """
+    q.validate()
+    payload = q.qvalue.reshape(*q.lead, q.qvalue.shape[-2] * q.qvalue.shape[-1])
+    scales = _planes(q.scale) if q.tile_scale is None else [*_planes(q.scale), *_planes(q.tile_scale)]
+    return jax.lax.bitcast_convert_type(payload, jnp.uint8), jnp.concatenate(scales, axis=-1)
+
+
 def pack_bytes(q: QuantizedArray) -> jax.Array:
     """The slices of ``q`` as messages: ``uint8 [*lead, message_bytes]``.
 
@@ -47,26 +69,22 @@ def pack_bytes(q: QuantizedArray) -> jax.Array:
     >>> pack_bytes(q).shape, q.message_bytes
     ((4, 72), 72)
     """
-    q.validate()
-    payload = q.qvalue.reshape(*q.lead, q.qvalue.shape[-2] * q.qvalue.shape[-1])
-    parts = [jax.lax.bitcast_convert_type(payload, jnp.uint8), *_planes(q.scale)]
-    if q.tile_scale is not None:
-        parts += _planes(q.tile_scale)
-    return jnp.concatenate(parts, axis=-1)
+    return jnp.concatenate(pack_apart(q), axis=-1)
 
 
 def unpack_bytes(
-    message: jax.Array,
+    message: jax.Array | tuple[jax.Array, jax.Array],
     like: QuantizedArray | None = None,
     *,
     format: BlockFormat | None = None,
     shape: tuple[int, ...] | None = None,
     dtype: str = "float32",
 ) -> QuantizedArray:
-    """The inverse of `pack_bytes`: ``uint8 [*lead, message_bytes]`` to a record with these lead dimensions.
+    """The inverse of `pack_bytes` and of `pack_apart`: received messages to a record with their lead dimensions.
 
     Args:
-        message: the received rows; the lead dimensions may differ from those that were packed.
+        message: ``uint8 [*lead, message_bytes]``, or payload and scales apart; the lead dimensions may differ from
+            those that were packed.
         like: a record with the same metadata (its arrays are not read), or else
         format: the format and
         shape: the shape of one slice.
@@ -88,23 +106,25 @@ def unpack_bytes(
     assert format is not None
     assert shape is not None
     size = math.prod(shape)
-    want = format.message_bytes(size)
-    if message.dtype != jnp.uint8 or message.ndim < 1 or message.shape[-1] != want:
-        raise ValueError(
-            f"message must be uint8[..., {want}] for a slice of shape {shape} in {format}, "
-            f"got {message.dtype}{list(message.shape)}"
-        )
     blocks, tiles = format.num_blocks(size), format.padded_size(size) // TILE
+    want = [blocks * format.block_bytes, format.message_bytes(size) - blocks * format.block_bytes]
+    messages = message if isinstance(message, tuple) else (message,)
+    for one, width in zip(messages, want if len(messages) == 2 else [sum(want)], strict=True):
+        if one.dtype != jnp.uint8 or one.ndim < 1 or one.shape[-1] != width:
+            raise ValueError(
+                f"message must be uint8[..., {width}] for a slice of shape {shape} in {format}, "
+                f"got {one.dtype}{list(one.shape)}"
+            )
     scale_widths = [blocks, tiles, tiles] if format.tiled else [blocks, blocks]
-    parts, start = [], 0
-    for width in [blocks * format.block_bytes, *scale_widths]:
-        parts.append(message[..., start : start + width])
-        start += width
-    lead = message.shape[:-1]
-    payload = parts[0].reshape(*lead, blocks, format.block_bytes)
+    if len(messages) == 1:
+        messages = (message[..., : want[0]], message[..., want[0] :])  # type: ignore[call-overload]
+    ends = [sum(scale_widths[:i]) for i in range(len(scale_widths) + 1)]
+    parts = [messages[1][..., a:b] for a, b in itertools.pairwise(ends)]
+    lead = messages[0].shape[:-1]
+    payload = messages[0].reshape(*lead, blocks, format.block_bytes)
     if format.bits == 8:
         payload = jax.lax.bitcast_convert_type(payload, jnp.int8)
     num_scale = 1 if format.tiled else 2
-    scale = _from_planes(parts[1 : 1 + num_scale], format.scale_dtype)
-    tile_scale = _from_planes(parts[2:4], "bfloat16") if format.tiled else None
+    scale = _from_planes(parts[:num_scale], format.scale_dtype)
+    tile_scale = _from_planes(parts[1:], "bfloat16") if format.tiled else None
     return QuantizedArray(payload, scale, tile_scale, format, tuple(shape), dtype)

@@ -38,9 +38,10 @@ ELEMENTS = 4096
 """Elements of one program at most: 32 a thread, some 50 registers, ten programs per multiprocessor."""
 
 
-def _elements(fmt: BlockFormat, with_residual: bool) -> int:
+def _elements(fmt: BlockFormat, stochastic: bool, with_residual: bool) -> int:
     """Elements of one program: fewer for heavier arithmetic, to stay within 64 registers a thread."""
-    return ELEMENTS // 2 if with_residual or fmt.levels == "e2m1" else ELEMENTS
+    heavy = with_residual or fmt.levels == "e2m1" or (stochastic and fmt.tiled)
+    return ELEMENTS // 2 if heavy else ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def plan(
     inner = (TILE // fmt.block_size, fmt.block_size) if fmt.tiled else (fmt.block_size,)
     parts = num_parts(fmt, stochastic)
     vec = min(16 // itemsize, fmt.block_size // parts)
-    elements = _elements(fmt, with_residual)
+    elements = _elements(fmt, stochastic, with_residual)
     chunk = None if problems else make_chunk(fmt, run // unit, inner, vec, parts, elements, fmt)
     if chunk is None:
         if not problems:

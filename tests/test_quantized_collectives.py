@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from quantization_bounds import half_step, reduction_bound
 
+import pallas_kernels
 import zerojax
 from zerojax.collectives import plain_collectives
 from zerojax.config import GRADIENT_FORMATS, WEIGHT_FORMATS, QuantFormat
@@ -309,6 +310,23 @@ def test_one_message_carries_levels_and_scales_of_each_hop():
     assert jaxpr.count("all_to_all[") == 2
     assert "psum" not in jaxpr
     assert "all_gather" not in jaxpr
+
+
+@pytest.mark.parametrize("formats", ["default", "int8"])
+def test_kernels_send_levels_and_scales_apart_with_the_same_sums(formats, rng):
+    mesh = make_mesh(2, 4)
+    placement = placed((48, 80), mesh)
+    pair = FORMATS.get(formats, (INT8, INT8))
+    grads = [rng.normal(size=(8, 48, 80)).astype(np.float32)]
+    together = reductions(mesh, [placement], pair)(grads)
+    before = pallas_kernels.prefer_kernels()
+    try:
+        fn = reductions(mesh, [placement], pair)  # lowered for a CPU, where the reference runs
+        assert str(jax.make_jaxpr(fn.__wrapped__)(grads)).count("all_to_all[") == 4
+        apart = fn(grads)
+    finally:
+        pallas_kernels.prefer_kernels(before)
+    np.testing.assert_array_equal(together[0], apart[0])
 
 
 @pytest.mark.parametrize("shape", [(2048,), (2305,)])

@@ -25,6 +25,8 @@ from pallas_kernels import (
     dequantize_sum,
     dequantize_sum_quantize,
     from_slices,
+    kernels_preferred,
+    pack_apart,
     pack_bytes,
     quantize_slices,
     to_slices,
@@ -196,8 +198,7 @@ def _reduced(
     how = {"rounding": rounding, "seed": seed}
     q, lost = quantize_slices(full, dim=placement.dim, num_slices=sizes, **hops[0][1].keywords(), **how), None
     for (axis, _), following in zip(hops, [*hops[1:], None], strict=True):
-        received = lax.all_to_all(pack_bytes(q), axis, split_axis=0, concat_axis=0, tiled=True)
-        q = unpack_bytes(received, q)
+        q = _exchanged(q, axis)
         if following is None:
             return dequantize_sum(q, axis=0), lost
         # Another seed: the draws of two hops must not depend on each other.
@@ -209,6 +210,18 @@ def _reduced(
             q, lost = dequantize_sum_quantize(q, addend=addend, with_residual=True, **how)
             lost = from_slices(lost, placement.dim, 1)
     raise AssertionError("a sharded leaf has at least one hop")
+
+
+def _exchanged(q: QuantizedArray, axis: str) -> QuantizedArray:
+    """Slice i of the first lead dim to device i of the axis, as bytes: one message, or two where kernels write them."""
+
+    def to_all(message: jax.Array) -> jax.Array:
+        return lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
+
+    if kernels_preferred():
+        payload, scales = pack_apart(q)
+        return unpack_bytes((to_all(payload), to_all(scales)), q)
+    return unpack_bytes(to_all(pack_bytes(q)), q)
 
 
 def _without_padding(part: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:

@@ -101,3 +101,6 @@ def test_a_message_of_the_wrong_length_is_refused():
         pk.unpack_bytes(message)
     with pytest.raises(ValueError, match="either"):
         pk.unpack_bytes(message, q, format=q.format, shape=q.shape)
+    payload, scales = pk.pack_apart(q)
+    with pytest.raises(ValueError, match=rf"uint8\[..., {scales.shape[-1]}\]"):
+        pk.unpack_bytes((payload, payload), q)

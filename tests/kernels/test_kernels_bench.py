@@ -38,14 +38,12 @@ def test_xla_dequantises_ideally_without_a_kernel():
     assert counted("dequantize int8/128", "xla") == (1.0, 1)
 
 
-def test_a_message_costs_a_kernel_one_copy_on_either_side():
-    send, receive = (op for name, op in OPS.items() if "pack_bytes" in name)
-    assert counted(send.name, "mosaic_gpu")[1] == 2
-    message = bench.INT8.message_bytes(SHAPE[0] * SHAPE[1] // bench.COUNT) * bench.COUNT
-    ratio, launches = counted(receive.name, "mosaic_gpu")
-    # The payload and the scales are cut out of the message, each read once and written once.
-    assert launches == 3
-    assert ratio == pytest.approx(1 + 2 * message / receive.ideal_bytes(), rel=0.02)
+def test_messages_cost_a_kernel_a_copy_of_the_scales_alone():
+    for name in (name for name in OPS if "messages" in name):
+        ratio, launches = counted(name, "mosaic_gpu")
+        assert launches == 2
+        assert ratio <= 1.04  # a scale of two bytes for 128 of payload, read once and written once
+        assert counted(name, "xla")[0] > 1.5
 
 
 def test_the_table_says_that_nothing_was_measured(capsys, monkeypatch):
