@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import gpu_targets
-from zerojax.gpu_targets import TARGETS, GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
+from zerojax.gpu_facts import TARGETS, GpuTarget, load_target
+from zerojax.gpu_targets import PluginMissing, absent_mesh, check_plugin
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from planned import plan_stack, stack_subject
 
 import zerojax
 from zerojax import ZeroConfig
-from zerojax.gpu_targets import PluginMissing, load_target
+from zerojax.gpu_facts import load_target
+from zerojax.gpu_targets import PluginMissing
 from zerojax.plan_advice import comparison_configs
 from zerojax.plan_models import GPT_SHAPES, GptShape, gpt
 from zerojax.plan_time import Flow, Links, break_even, parse_bandwidth, step_time

@@ -18,7 +18,7 @@ from planned import plan_stack
 
 import zerojax
 from zerojax import ZeroConfig
-from zerojax.gpu_targets import load_target
+from zerojax.gpu_facts import load_target
 from zerojax.plan_advice import comparison_configs, config_name
 
 pytestmark = pytest.mark.needs_cuda_plugin

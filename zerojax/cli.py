@@ -22,7 +22,8 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig
-from zerojax.gpu_targets import TARGETS, PluginMissing
+from zerojax.gpu_facts import TARGETS
+from zerojax.gpu_targets import PluginMissing
 from zerojax.plan_advice import comparison_configs
 from zerojax.plan_configs import Progress
 from zerojax.plan_models import GPT_SHAPES, Subject, gpt

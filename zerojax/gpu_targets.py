@@ -20,9 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from zerojax.gpu_facts import TARGETS, GpuTarget, load_target
-
-__all__ = ["TARGETS", "GpuTarget", "PluginMissing", "absent_mesh", "check_plugin", "load_target"]
+from zerojax.gpu_facts import GpuTarget, load_target
 
 
 class PluginMissing(RuntimeError):
