@@ -36,7 +36,10 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
     narrow = [axis for axis in config.axes if mesh.shape[axis] == 1]
     if math.prod(mesh.shape[axis] for axis in config.axes) == 1:
         if config.stage:
-            out.append(f"stage {config.stage} has no effect: the data axes {config.axes} have one device")
+            out.append(
+                f"stage {config.stage} has no effect: the data axes {config.axes} have one device; to try it without "
+                "more of them, call zerojax.simulate_devices(8) first"
+            )
         return out
     if config.secondary and narrow:
         why = (

@@ -5,32 +5,31 @@ of devices and channel. JAX gives every collective that a program writes out the
 order, but does not count the collectives inside a loop as done before it starts the next one outside, so that a gather
 inside the loop on one device can meet a gather outside it on another. Then values are swapped, or the process waits for
 ever, or it ends ("Id can't be larger than the number of participating threads"). A channel for each collective keeps
-their meetings apart. GPUs meet in NCCL's order and need none of this; their programs stay as they are.
+their meetings apart; only one in a jitted function that is called several times keeps its channel for all the calls.
+GPUs meet in NCCL's order and need none of this: programs for them, and for several platforms, stay as they are.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import os
-import threading
-from typing import Any
+import re
+from typing import Any, SupportsIndex
 
 import jax
-from jax.extend import core
 from jax.sharding import Mesh
 
 # A simulated device that waits in a collective holds one of the threads of XLA's pool, which has one per device or core
 # unless NPROC says otherwise; a few collectives in flight at once would use them all up.
 THREADS_PER_DEVICE = 4
 
-_lowering = threading.RLock()
 
+def simulate_devices(count: SupportsIndex = 8) -> None:
+    """Makes the CPU pass for several devices; call it before the first array, key or list of devices.
 
-def simulate_devices(count: int = 8) -> None:
-    """Makes the CPU pass for several devices; call it before the first array is made.
-
-    Accelerators, where there are any, stay JAX's default devices. A number already given to XLA
-    (`XLA_FLAGS=--xla_force_host_platform_device_count=...`) or to JAX is kept, and so is NPROC.
+    Where there are GPUs they stay JAX's default devices, and what `make_mesh()` takes. A number that the environment
+    gives (`XLA_FLAGS=--xla_force_host_platform_device_count=...` or `JAX_NUM_CPU_DEVICES`) is kept, and so is NPROC.
 
     Args:
         count: number of devices.
@@ -43,19 +42,32 @@ def simulate_devices(count: int = 8) -> None:
     >>> jax.device_count("cpu")
     8
     """
-    if not isinstance(count, int) or count < 1:
+    try:
+        number = 0 if isinstance(count, bool) else operator.index(count)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(f"simulate_devices({count!r}): a positive integer is required")
-    os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        try:
-            jax.config.update("jax_num_cpu_devices", count)
-        except RuntimeError as error:
-            if (found := jax.device_count("cpu")) != count:
-                raise RuntimeError(
-                    f"simulate_devices({count}): JAX has started with {found} CPU devices already; call it before the "
-                    "first array is made or jax.devices() is asked"
-                ) from error
+    flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    given = flags[-1] if flags else os.environ.get("JAX_NUM_CPU_DEVICES")
+    number = int(given) if given else number
+    if _has_started():
+        if (found := jax.device_count("cpu")) != number:
+            raise RuntimeError(
+                f"simulate_devices({count}): JAX has started with {found} CPU devices already; call it before the "
+                "first array or PRNG key is made or jax.devices() is asked"
+            )
+    else:
+        os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * number))
+        if not given:
+            jax.config.update("jax_num_cpu_devices", number)
     separate_collectives()
+
+
+def _has_started() -> bool:
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
 
 
 def separate_collectives_of(mesh: Mesh) -> None:
@@ -66,26 +78,38 @@ def separate_collectives_of(mesh: Mesh) -> None:
 
 @functools.cache
 def separate_collectives() -> None:
-    """From now on, every collective lowered for the CPU gets a channel of its own; once for the process."""
+    """From now on, every collective lowered for the CPU alone gets a channel of its own; once for the process."""
     from jax._src.interpreters import mlir
-    from jax._src.lax import parallel
 
-    def with_own_channel(rule: Any) -> Any:
-        @functools.wraps(rule)
-        def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-            with _lowering:  # the rules read the channel from the module, which other threads may be reading too
-                shared = mlir.COLLECTIVE_CHANNEL_ID
-                mlir.COLLECTIVE_CHANNEL_ID = ctx.module_context.new_channel()
-                try:
-                    return rule(ctx, *args, **params)
-                finally:
-                    mlir.COLLECTIVE_CHANNEL_ID = shared
+    lower: Any = mlir.lower_jaxpr_to_module
 
-        return lower
+    @functools.wraps(lower)
+    def with_own_channels(*args: Any, **options: Any) -> Any:
+        result = lower(*args, **options)
+        if tuple(options.get("platforms", ())) == ("cpu",):
+            _number(result.module)
+        return result
 
-    for primitive in {id(p): p for p in vars(parallel).values() if isinstance(p, core.Primitive)}.values():
-        entry = mlir._lowerings.get(primitive)
-        if entry is not None:
-            # Not cached: equal collectives would share one lowering, and its channel.
-            rule = with_own_channel(entry.rule)
-            mlir.register_lowering(primitive, rule, platform="cpu", inline=entry.inline, cacheable=False)
+    mlir.lower_jaxpr_to_module = with_own_channels
+
+
+def _number(module: Any) -> None:
+    """Gives each collective of a lowered module a channel of its own, after those that are in use."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo as hlo
+
+    collectives, highest = [], 0
+
+    def visit(op: Any) -> Any:
+        nonlocal highest
+        if "channel_handle" in op.attributes:
+            handle = hlo.ChannelHandle(op.attributes["channel_handle"])
+            highest = max(highest, handle.handle)
+            if op.name not in ("stablehlo.send", "stablehlo.recv"):
+                collectives.append((op, handle.channel_type))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    with module.context:
+        for number, (op, kind) in enumerate(collectives, highest + 1):
+            op.attributes["channel_handle"] = hlo.ChannelHandle.get(number, kind)
