@@ -8,6 +8,7 @@ them against it and describes it. Knows nothing of optimizers or of how values m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,13 +128,17 @@ class Layout:
         For looking at, comparing and exporting: it needs room for the full tree on each device.
         """
         self.check(tree, stored=None)
+        return self._unflatten(self._gather(self._flatten(tree)))
+
+    @functools.cached_property
+    def _gather(self) -> Callable[[list[Any]], list[jax.Array]]:
+        """`unshard` of the leaves; compiled once for the dtypes of a tree."""
 
         def gather(leaves: list[Any]) -> list[jax.Array]:
             return [unpad(x, p) for x, p in zip(leaves, self.leaves, strict=True)]
 
         replicated = [NamedSharding(self.mesh, PartitionSpec())] * len(self.leaves)
-        gather = jax.jit(automatic(gather, self.mesh, replicated), out_shardings=replicated)
-        return self._unflatten(gather(self._flatten(tree)))
+        return jax.jit(automatic(gather, self.mesh, replicated), out_shardings=replicated)
 
     def init(self, init_fn: Callable[..., Tree], *args: Any) -> Tree:
         """Runs an initialiser with its outputs in stored form; no device ever holds a full copy.
