@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -51,3 +52,32 @@ def assert_same_bits(wanted, got):
         a, b = np.asarray(a), np.asarray(b)
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_array_equal(np.atleast_1d(a).view(np.uint8), np.atleast_1d(b).view(np.uint8))
+
+
+# What the kernels are run on, as arguments of the ops.
+INT8 = {"bits": 8, "block_size": 128}
+INT4 = {"bits": 4, "block_size": 256}
+INT4_TILED = {"bits": 4, "block_size": 32, "scale_dtype": E4M3}
+FP4_TILED = {"bits": 4, "block_size": 16, "scale_dtype": E4M3, "levels": "e2m1"}
+ROTATED = {"bits": 8, "block_size": 128, "rotate": 32}
+ROTATED_TILED = {**INT4_TILED, "rotate": 32}
+STOCHASTIC = {"rounding": "stochastic", "seed": 11}
+
+
+def hard_values(rng, shape, dtype):
+    """Wide-ranging values with a zero block, NaN, Inf, subnormals and the largest finite number."""
+    x = rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))
+    flat = x.reshape(-1)
+    flat[:2048] = 0
+    bad = np.zeros(shape).reshape(-1)
+    bad[2500], bad[4000] = np.nan, -np.inf
+    info = jnp.finfo(dtype)
+    flat[5000:5100] = float(info.smallest_subnormal) * 3
+    flat[6144], flat[7168] = float(info.max), float(info.min)
+    return jnp.asarray((np.clip(x, -float(info.max), float(info.max)) + bad.reshape(shape)).astype(np.float32), dtype)
+
+
+def contributions(rng, count, fmt):
+    x = hard_values(rng, (count * 2, 4, 1024), "float32")
+    cut = functools.partial(pk.quantize_slices, dim=0, num_slices=(count, 2), implementation="xla", **fmt)
+    return quick(cut)(x)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import ptx_machine
 import pytest
-from kernel_formats import assert_same_bits, quick
-from test_kernels_mosaic import (
+from kernel_formats import (
     FP4_TILED,
     INT4,
     INT4_TILED,
@@ -21,8 +20,10 @@ from test_kernels_mosaic import (
     ROTATED,
     ROTATED_TILED,
     STOCHASTIC,
+    assert_same_bits,
     contributions,
     hard_values,
+    quick,
 )
 
 import pallas_kernels as pk

@@ -4,10 +4,22 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from kernel_formats import E4M3, assert_same_bits, quick
+from kernel_formats import (
+    E4M3,
+    FP4_TILED,
+    INT4,
+    INT4_TILED,
+    INT8,
+    ROTATED,
+    ROTATED_TILED,
+    STOCHASTIC,
+    assert_same_bits,
+    contributions,
+    hard_values,
+    quick,
+)
 
 import pallas_kernels as pk
 from pallas_kernels import _compat
@@ -17,13 +29,6 @@ pytestmark = pytest.mark.skipif(
     reason="JAX 0.10 cannot interpret Mosaic GPU kernels; they are compiled there instead",
 )
 
-INT8 = {"bits": 8, "block_size": 128}
-INT4 = {"bits": 4, "block_size": 256}
-INT4_TILED = {"bits": 4, "block_size": 32, "scale_dtype": E4M3}
-FP4_TILED = {"bits": 4, "block_size": 16, "scale_dtype": E4M3, "levels": "e2m1"}
-ROTATED = {"bits": 8, "block_size": 128, "rotate": 32}
-ROTATED_TILED = {**INT4_TILED, "rotate": 32}
-STOCHASTIC = {"rounding": "stochastic", "seed": 11}
 KERNEL = {"implementation": "mosaic_gpu", "interpret": True}
 
 
@@ -35,19 +40,6 @@ def both(op, *args, **kw):
     rotates = kw.get("rotate") or any(isinstance(a, pk.QuantizedArray) and a.format.rotate for a in args)
     wanted = (quick if rotates else jax.jit)(functools.partial(op, implementation="xla", **kw))(*args)
     assert_same_bits(wanted, quick(functools.partial(op, **KERNEL, **kw))(*args))
-
-
-def hard_values(rng, shape, dtype):
-    """Wide-ranging values with a zero block, NaN, Inf, subnormals and the largest finite number."""
-    x = rng.standard_normal(shape) * np.exp(3 * rng.standard_normal(shape))
-    flat = x.reshape(-1)
-    flat[:2048] = 0
-    bad = np.zeros(shape).reshape(-1)
-    bad[2500], bad[4000] = np.nan, -np.inf
-    info = jnp.finfo(dtype)
-    flat[5000:5100] = float(info.smallest_subnormal) * 3
-    flat[6144], flat[7168] = float(info.max), float(info.min)
-    return jnp.asarray((np.clip(x, -float(info.max), float(info.max)) + bad.reshape(shape)).astype(np.float32), dtype)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +78,6 @@ def test_a_last_program_that_overlaps_its_neighbour_writes_the_same(rng):
 def test_slices_are_written_in_destination_order(dim, num_slices, rng):
     x = jnp.asarray(rng.standard_normal((3, 56, 1024)), jnp.bfloat16)
     both(pk.quantize_slices, x, dim=dim, num_slices=num_slices, **INT4_TILED, **STOCHASTIC, with_residual=True)
-
-
-def contributions(rng, count, fmt):
-    x = hard_values(rng, (count * 2, 4, 1024), "float32")
-    cut = functools.partial(pk.quantize_slices, dim=0, num_slices=(count, 2), implementation="xla", **fmt)
-    return quick(cut)(x)
 
 
 @pytest.mark.parametrize(
