@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import _compat, mosaic_registers, numerics
-from pallas_kernels.array import BlockFormat
+from pallas_kernels import _compat, mosaic_registers, numerics, scale_rounding
+from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.mosaic_layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
 from pallas_kernels.mosaic_rotate import Stage, rotate_parts, stages
 
@@ -28,6 +28,11 @@ from pallas_kernels.mosaic_rotate import Stage, rotate_parts, stages
 def num_parts(fmt: BlockFormat, stochastic: bool) -> int:
     """Parts a block is held in: its halves where they share a byte or a random number, else the whole."""
     return 2 if fmt.bits == 4 or stochastic else 1
+
+
+def blocks_of_tile(block_size: int) -> tuple[int, ...]:
+    """The dim of a tile's blocks; none for a single block, as the layouts of JAX 0.11 and 0.12 fail on dims of one."""
+    return (TILE // block_size,) if block_size < TILE else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,19 +201,19 @@ def scales(
     magnitude = numerics.abs_bits(largest * np.float32(1 / unit))
     finite = numerics.is_finite_bits(magnitude)
     mask = jnp.where(finite, np.int32(-1), np.int32(0))
-    needed = numerics.needed_scale(magnitude, fmt.qmax)
+    needed = scale_rounding.needed_scale(magnitude, fmt.qmax)
     if not fmt.tiled:
-        effective = numerics.round_scale(needed, fmt.qmax)
+        effective = scale_rounding.round_scale(needed, fmt.qmax)
         return magnitude, effective, mask, jnp.where(finite, effective, np.float32(np.nan)), None
     largest_needed = needed
     for axis in range(rank - 2, 0, -1):
         largest_needed = jnp.max(largest_needed, axis=axis)
-    tile = numerics.round_tile_scale(largest_needed, fmt.qmax)
+    tile = scale_rounding.round_tile_scale(largest_needed, fmt.qmax)
     wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
     inverse = mosaic_registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
-    inverse = spread(numerics.tile_inverse(inverse), chunk.dims[:-1], chunk.row_layout)
-    code = numerics.e4m3_code(needed, inverse, magnitude)
-    value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
+    inverse = spread(scale_rounding.tile_inverse(inverse), chunk.dims[:-1], chunk.row_layout)
+    code = scale_rounding.e4m3_code(needed, inverse, magnitude)
+    value = jnp.where(finite, scale_rounding.e4m3_value(code), np.float32(1.0))
     return magnitude, wide * value, mask, code, tile
 
 
@@ -237,7 +242,7 @@ def store_quantized(
     fmt, target = chunk.fmt, chunk.part_layout
     magnitude, effective, mask, stored, tile = scales(parts, chunk, unit, interpret)
     inverse = mosaic_registers.reciprocal(effective, chunk.row_layout, interpret)
-    inverse = numerics.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
+    inverse = scale_rounding.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
     inverse = spread(inverse * np.float32(1 / unit), chunk.part_dims, target)
     keep = spread(mask, chunk.part_dims, target)
     codes, losses = [], []
@@ -256,7 +261,9 @@ def store_quantized(
             y = mosaic_registers.product(part, inverse, target)
         else:
             y = numerics.float_of(numerics.bits_of(part * inverse) & keep)
-        code, level = numerics.encode(y, fmt, random, upper=i == 0, level_wanted=lossy is not None)
+        # A part is kept for its residual, and y need not be.
+        signs = part if mask_bytes and lossy is not None else None
+        code, level = numerics.encode(y, fmt, random, i == 0, lossy is not None, signs, subnormals=not interpret)
         codes.append(code)
         if lossy is not None and level is not None:
             losses.append(part - level * lossy)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import _compat, numerics
+from pallas_kernels import _compat, numerics, scale_rounding
 from pallas_kernels.array import BlockFormat
 from pallas_kernels.mosaic_blocks import Chunk, cut
 from pallas_kernels.mosaic_layout import reduced, spread
@@ -108,7 +108,7 @@ def _contribution(refs: dict[str, Any], call: Sum, where: Any, index: Any, inter
     if source.tiled:
         tile_layout = reduced(target, tuple(range(1, rank)))
         tile = _compat.load(refs["source_tile_scale"].at[index, where], tile_layout)
-        scale = spread(tile.astype(jnp.float32), chunk.dims[: 1 + len(call.split)], rows) * numerics.e4m3_value(
+        scale = spread(tile.astype(jnp.float32), chunk.dims[: 1 + len(call.split)], rows) * scale_rounding.e4m3_value(
             scale.astype(jnp.int32)
         )
     else:

@@ -23,6 +23,7 @@ from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.mosaic_blocks import (
     STORED,
     Chunk,
+    blocks_of_tile,
     cut,
     make_chunk,
     num_parts,
@@ -35,13 +36,24 @@ from pallas_kernels.mosaic_registers import widened
 from pallas_kernels.plan import Plan, Programs
 
 ELEMENTS = 4096
-"""Elements of one program at most: 32 a thread, some 50 registers, ten programs per multiprocessor."""
+"""Elements of one program at most: 32 a thread."""
 
 
 def _elements(fmt: BlockFormat, stochastic: bool, with_residual: bool) -> int:
-    """Elements of one program: fewer for heavier arithmetic, to stay within 64 registers a thread."""
-    heavy = with_residual or fmt.levels == "e2m1" or (stochastic and fmt.tiled)
-    return ELEMENTS // 2 if heavy else ELEMENTS
+    """Elements of one program.
+
+    Half where the arithmetic would take more than 64 registers a thread; but whole where what every thread does once,
+    shared by half as many elements, would take longer than the memory: rotations, and e2m1 with all else.
+    """
+    if with_residual:
+        half = fmt.rotate is None or fmt.block_size <= 64
+    elif fmt.rotate is not None:
+        half = False
+    elif fmt.levels == "e2m1":
+        half = not (stochastic and fmt.tiled)
+    else:
+        half = stochastic and fmt.tiled
+    return ELEMENTS // 2 if half else ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +100,7 @@ def plan(
             f"a contiguous run of one slice has {run} elements, no positive multiple of the {what} of {unit}"
         )
     itemsize = np.dtype(dtype).itemsize
-    inner = (TILE // fmt.block_size, fmt.block_size) if fmt.tiled else (fmt.block_size,)
+    inner = (*blocks_of_tile(fmt.block_size), fmt.block_size) if fmt.tiled else (fmt.block_size,)
     parts = num_parts(fmt, stochastic)
     vec = min(16 // itemsize, fmt.block_size // parts)
     elements = _elements(fmt, stochastic, with_residual)

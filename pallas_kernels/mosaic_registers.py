@@ -2,7 +2,7 @@
 
 Pallas's products may be fused into an addition after them, its reciprocals are approximate, and its conversions take
 more instructions than they need. These functions have exactly the bits of the reference; interpreted, they are plain
-JAX. `tests/kernels/test_kernels_executed.py` runs what the compiler makes of them.
+JAX. `tests/kernels/test_kernels_values.py` runs what the compiler makes of them.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from pallas_kernels import _compat, numerics
 from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.mosaic_blocks import (
     STORED,
+    blocks_of_tile,
     cut,
     make_chunk,
     num_parts,
@@ -111,13 +112,15 @@ def _describe(
             "within a lane's registers"
         )
     tiled = source.tiled or fmt.tiled
+    if tiled and source.block_size > TILE:
+        problems.append(f"blocks of {source.block_size} are larger than the tile of {TILE} that shares a scale")
     unit = TILE if tiled else source.block_size
     rows = math.prod(lead[1:]) * source.padded_size(size) // unit
     if not problems and source.padded_size(size) % unit:
         problems.append(f"a slice of {source.padded_size(size)} elements is no multiple of the tile of {TILE}")
     if problems:
         return None
-    split = (TILE // source.block_size,) if tiled else ()
+    split = blocks_of_tile(source.block_size) if tiled else ()
     inner = (*split, *((ratio,) if ratio > 1 else ()), fmt.block_size)
     chunk = make_chunk(fmt, rows, inner, vec, parts, elements, source, fmt)
     if chunk is None:

@@ -15,27 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import e2m1
 from pallas_kernels.array import BlockFormat
+from pallas_kernels.bits import bits_of, float_of
 
-MIN_SCALE = 2.0**-100
-"""Smallest effective scale: keeps 1 / scale finite and lets subnormal inputs round to zero on every backend."""
-
-E4M3_MAX = 448.0
-E4M3_MIN = 2.0**-9
-E4M3_NAN_CODE = 0x7F
 _ABS = np.int32(0x7FFFFFFF)
 _INF_BITS = np.int32(0x7F800000)
-_DEFLATE = 1.0 - 2.0**-22
-
-
-def bits_of(x: jax.Array) -> jax.Array:
-    """float32 as int32 bits."""
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def float_of(bits: jax.Array) -> jax.Array:
-    """int32 bits as float32."""
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def abs_bits(x: jax.Array) -> jax.Array:
@@ -48,68 +33,9 @@ def is_finite_bits(magnitude: jax.Array) -> jax.Array:
     return magnitude < _INF_BITS
 
 
-def _mantissa_up(x: jax.Array, drop: int) -> jax.Array:
-    """Rounds a positive float32 up to a mantissa with ``drop`` bits fewer."""
-    mask = np.int32((1 << drop) - 1)
-    return float_of((bits_of(x) + mask) & ~mask)
-
-
-def needed_scale(magnitude: jax.Array, qmax: int) -> jax.Array:
-    """absmax / qmax in float32, 0 for a non-finite block.
-
-    The constant is a hair below 1 / qmax, so that a block that already lies on a grid of ``scale`` and reaches
-    ``qmax`` asks for exactly that scale again, never for the next larger one.
-    """
-    finite = is_finite_bits(magnitude)
-    return jnp.where(finite, float_of(magnitude), 0.0) * np.float32(_DEFLATE / qmax)
-
-
-def round_scale(needed: jax.Array, qmax: int) -> jax.Array:
-    """The bfloat16 scale as float32: rounded up, at least `MIN_SCALE`, and small enough that qmax * scale is finite."""
-    ceiling = np.float32(_largest_scale(qmax))
-    return jnp.minimum(jnp.maximum(_mantissa_up(needed, 16), np.float32(MIN_SCALE)), ceiling)
-
-
-def round_tile_scale(needed: jax.Array, qmax: int) -> jax.Array:
-    """The bfloat16 scale of a tile, from the largest `needed_scale` in it: rounded up so that block codes fit e4m3."""
-    ceiling = np.float32(_largest_scale(qmax * E4M3_MAX))
-    up = _mantissa_up(needed * np.float32(_DEFLATE / E4M3_MAX), 16)
-    return jnp.minimum(jnp.maximum(up, np.float32(MIN_SCALE / E4M3_MIN)), ceiling)
-
-
-def _largest_scale(factor: float) -> float:
-    """The largest bfloat16 s with factor * s finite in float32."""
-    value = np.float32(float(np.finfo(np.float32).max) / factor)
-    return float((value.view(np.int32) & np.int32(-65536)).view(np.float32))
-
-
 def reciprocal(x: jax.Array) -> jax.Array:
     """1 / x in float32, rounded once: what every kernel's reciprocal equals."""
     return np.float32(1.0) / x
-
-
-def tile_inverse(one_over_tile_scale: jax.Array) -> jax.Array:
-    """What turns needed scales into ratios to their tile's scale; the hair below 1 is that of `needed_scale`."""
-    return one_over_tile_scale * np.float32(_DEFLATE)
-
-
-def e4m3_code(needed: jax.Array, tile_inverse: jax.Array, magnitude: jax.Array) -> jax.Array:
-    """The float8_e4m3fn code (int32, 1..0x7F) of needed / tile_scale rounded up; 0x7F (NaN) for a non-finite block."""
-    ratio = needed * tile_inverse
-    ratio = jnp.minimum(jnp.maximum(ratio, np.float32(E4M3_MIN)), np.float32(E4M3_MAX))
-    # Below 2**-6 the format is linear in steps of 2**-9: adding 2**-6 puts the same steps into a normal mantissa.
-    linear = ratio < np.float32(2.0**-6)
-    shifted = jnp.where(linear, ratio + np.float32(2.0**-6), ratio)
-    code = lax.shift_right_logical(bits_of(_mantissa_up(shifted, 20)), np.int32(20)) - np.int32(120 << 3)
-    code = jnp.where(linear, code - np.int32(8), code)
-    return jnp.where(is_finite_bits(magnitude), code, np.int32(E4M3_NAN_CODE))
-
-
-def e4m3_value(code: jax.Array) -> jax.Array:
-    """The float32 value of a float8_e4m3fn code (int32 without sign)."""
-    normal = float_of(lax.shift_left(code, np.int32(20)) + np.int32(120 << 23))
-    value = jnp.where(code < 8, code.astype(jnp.float32) * np.float32(E4M3_MIN), normal)
-    return jnp.where(code == E4M3_NAN_CODE, np.float32(np.nan), value)
 
 
 def hash_bits(index: jax.Array, hashed_seed: jax.Array) -> jax.Array:
@@ -131,7 +57,7 @@ def hash_seed(seed: jax.Array | int) -> jax.Array:
 
 
 def dither(random: jax.Array, upper: bool) -> jax.Array:
-    """Noise in (-1/2, 1/2) from the upper or lower 16 bits of a hash: odd multiples of 2**-17. For 8 bits and e2m1.
+    """Noise in (-1/2, 1/2) from the upper or lower 16 bits of a hash: odd multiples of 2**-17. For 8 bits.
 
     Sixteen bits, because then level + noise is exact in float32 up to 127, so a value on the grid always stays there;
     and because one hash then serves two elements, the j-th of either half of a block.
@@ -158,7 +84,9 @@ def rounded_down(y: jax.Array, random: jax.Array, upper: bool) -> tuple[jax.Arra
 
 def code_place(fmt: BlockFormat, stochastic: bool) -> int:
     """The lowest bit of a code from `encode`."""
-    return 16 if stochastic and fmt.bits == 4 and fmt.levels == "integer" else 0
+    if fmt.levels == "e2m1":
+        return e2m1.PLACE
+    return 16 if stochastic and fmt.bits == 4 else 0
 
 
 def packed(low: jax.Array, high: jax.Array, place: int) -> jax.Array:
@@ -168,44 +96,42 @@ def packed(low: jax.Array, high: jax.Array, place: int) -> jax.Array:
 
 
 def encode(
-    y: jax.Array, fmt: BlockFormat, random: jax.Array | None = None, upper: bool = True, level_wanted: bool = True
+    y: jax.Array,
+    fmt: BlockFormat,
+    random: jax.Array | None = None,
+    upper: bool = True,
+    level_wanted: bool = True,
+    signs: jax.Array | None = None,
+    subnormals: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Rounds x / scale to a level, half to even, or stochastically with one half of ``random`` from `hash_bits`.
 
-    Without ``level_wanted`` an addition does the rounding, which is the same number. y must not be a product that the
-    compiler could fuse into an addition.
+    Args:
+        y: x / scale; no product that the compiler could fuse into an addition.
+        fmt: the format.
+        random: uint32, or None.
+        upper: which half of it.
+        level_wanted: whether the level is; without it an addition does the rounding, which is the same number.
+        signs: float32 with the signs of y, if there is one that is kept anyway: a register less while e2m1 is rounded.
+        subnormals: see `scaled_level`.
 
     Returns:
         ``(code, level)``: an int32 that holds the stored code (two's complement, or the e2m1 nibble) from bit
         `code_place` on and arbitrary bits around it, and its value in float32, or None if it is not wanted.
     """
-    if random is not None and code_place(fmt, True):
+    if fmt.levels == "e2m1":
+        return e2m1.encode(y, random, upper, y if signs is None else signs, level_wanted, subnormals)
+    if fmt.bits == 4 and random is not None:
         total, level = rounded_down(y, random, upper)
         return total, level if level_wanted else None
-    noise = None if random is None else dither(random, upper)
-    if fmt.levels == "integer":
-        level = y if noise is None else y + noise
-        if level_wanted:
-            level = lax.round(level, lax.RoundingMethod.TO_NEAREST_EVEN)
-        # At 4 bits nothing leaves the range: even under the ceiling of `round_scale` |y| stays below 7.1.
-        if fmt.bits == 8:
-            level = jnp.minimum(jnp.maximum(level, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
-        # Adding 1.5 * 2**23 puts the integer into the low mantissa bits: no float-to-integer conversion.
-        return bits_of(level + np.float32(12582912.0)), level if level_wanted else None
-    # e2m1 has two levels per power of two, at steps of 1/2, 1 and 2. Adding 1.5 * 2**23 steps rounds to a whole number
-    # k of steps in the low bits; the code is k plus twice the index of the power. Its low three bits are all it has, so
-    # the constants of both exponents count modulo 8.
-    # Below 7, which all of them are, sizes round to at most 6.
-    size = jnp.abs(y)
-    if noise is not None:
-        size = jnp.minimum(size, np.float32(6.0))
-    power = jnp.maximum(bits_of(size) & _INF_BITS, np.int32(0x3F800000))
-    if noise is not None:
-        size = jnp.minimum(size + noise * (float_of(power) * np.float32(0.5)), np.float32(6.0))
-    steps = bits_of(size + float_of(power + np.int32((22 << 23) + (1 << 22) + 2)))
-    code = (steps + lax.shift_right_logical(power, np.int32(22))) & np.int32(7)
-    code = code | (lax.shift_right_logical(bits_of(y), np.int32(28)) & np.int32(~7))
-    return code, scaled_level(code, fmt)[0] if level_wanted else None
+    level = y if random is None else y + dither(random, upper)
+    if level_wanted:
+        level = lax.round(level, lax.RoundingMethod.TO_NEAREST_EVEN)
+    # At 4 bits nothing leaves the range: even under the ceiling of `round_scale` |y| stays below 7.1.
+    if fmt.bits == 8:
+        level = jnp.minimum(jnp.maximum(level, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
+    # Adding 1.5 * 2**23 puts the integer into the low mantissa bits: no float-to-integer conversion.
+    return bits_of(level + np.float32(12582912.0)), level if level_wanted else None
 
 
 def _field(fmt: BlockFormat, high: bool) -> tuple[int, int]:
@@ -221,29 +147,6 @@ def magic(fmt: BlockFormat) -> np.ndarray:
     """
     places = (False, True) if fmt.bits == 4 else (False,)
     return np.array([0x4B000000 | _field(fmt, high)[1] for high in places], np.int32)
-
-
-def inverse_scale(
-    one_over_scale: jax.Array, effective: jax.Array, magnitude: jax.Array, fmt: BlockFormat, stochastic: bool
-) -> jax.Array:
-    """1 / scale, or less where a 4-bit level plus what `rounded_down` adds would reach 8.
-
-    The most it adds is 1 - 2**-16, and sums round to 2**-16: levels may reach 7 + 2**-17. Scales are too small by
-    2**-21 of themselves at most, for the two hairs that `needed_scale` and `tile_inverse` take off, and products round
-    by 2**-24; but under the ceiling of `round_scale`, where blocks reach float32's largest numbers, by up to 2**-7.
-    """
-    if not stochastic or fmt.bits == 8 or fmt.levels != "integer":
-        return one_over_scale
-    over = float_of(magnitude) > effective * np.float32(fmt.qmax * (1 + 1.5 * 2.0**-21))
-    return jnp.where(over, one_over_scale * np.float32(1 - 2.0**-7), one_over_scale)
-
-
-def e2m1_bits(code: jax.Array, high: bool) -> jax.Array:
-    """An e2m1 nibble as the float32 that is 2**-126 of it, subnormal for a level of 1/2, as int32 bits."""
-    # One product moves the sign to the top, and the other bits to the lowest of the exponent and the highest below it.
-    shift = 4 if high else 0
-    wide = (code & np.int32(0xF << shift)) * np.int32((1 << (22 - shift)) + (1 << (28 - shift)))
-    return wide & np.int32(0x81C00000 - (1 << 32))
 
 
 def scaled_level(
@@ -271,13 +174,7 @@ def scaled_level(
         # 2**23 + (code + half) by logic alone; the subtraction is exact.
         known = np.int32(0x4B000000 | sign) if constant is None else constant
         return float_of((code & np.int32(mask)) ^ known) - np.float32(8388608.0 + sign), 0.0625 if mask == 0xF0 else 1.0
-    if subnormals:
-        return float_of(e2m1_bits(code, high)) * np.float32(2.0**126), 1.0
-    nibble = lax.shift_right_logical(code, np.int32(4)) if high else code
-    small = nibble & np.int32(7)
-    normal = float_of(lax.shift_left(small, np.int32(22)) + np.int32(126 << 23))
-    value = jnp.where(small < 2, small.astype(jnp.float32) * np.float32(0.5), normal)
-    return float_of(bits_of(value) | lax.shift_left(nibble & np.int32(8), np.int32(28))), 1.0
+    return e2m1.level(code, 4 if high else 0, subnormals), 1.0
 
 
 BEFORE_ROTATION = 0.125

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import numerics
+from pallas_kernels import numerics, scale_rounding
 from pallas_kernels.array import TILE, BlockFormat
 from pallas_kernels.slices import from_blocks, to_blocks
 
@@ -57,18 +57,18 @@ def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax
     Returns:
         ``(effective, scale, tile_scale)``: the finite float32 scale to divide by, and the two stored arrays.
     """
-    needed = numerics.needed_scale(magnitude, fmt.qmax)
+    needed = scale_rounding.needed_scale(magnitude, fmt.qmax)
     finite = numerics.is_finite_bits(magnitude)
     if not fmt.tiled:
-        effective = numerics.round_scale(needed, fmt.qmax)
+        effective = scale_rounding.round_scale(needed, fmt.qmax)
         return effective, jnp.where(finite, effective, np.float32(np.nan)).astype(jnp.bfloat16), None
     per_tile = TILE // fmt.block_size
     grouped = needed.reshape(*needed.shape[:-1], needed.shape[-1] // per_tile, per_tile)
-    tile = numerics.round_tile_scale(grouped.max(axis=-1, initial=0.0), fmt.qmax)
+    tile = scale_rounding.round_tile_scale(grouped.max(axis=-1, initial=0.0), fmt.qmax)
     spread = jnp.repeat(tile, per_tile, axis=-1)
-    inverse = jnp.repeat(numerics.tile_inverse(numerics.reciprocal(tile)), per_tile, axis=-1)
-    code = numerics.e4m3_code(needed, inverse, magnitude)
-    value = jnp.where(finite, numerics.e4m3_value(code), np.float32(1.0))
+    inverse = jnp.repeat(scale_rounding.tile_inverse(numerics.reciprocal(tile)), per_tile, axis=-1)
+    code = scale_rounding.e4m3_code(needed, inverse, magnitude)
+    value = jnp.where(finite, scale_rounding.e4m3_value(code), np.float32(1.0))
     scale = jax.lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn)
     return spread * value, scale, tile.astype(jnp.bfloat16)
 
@@ -79,7 +79,7 @@ def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFo
         return scale.astype(jnp.float32)
     code = jax.lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
     spread = jnp.repeat(tile_scale.astype(jnp.float32), TILE // fmt.block_size, axis=-1)
-    return spread * numerics.e4m3_value(code)
+    return spread * scale_rounding.e4m3_value(code)
 
 
 def pack(code: jax.Array, fmt: BlockFormat, place: int = 0) -> jax.Array:
@@ -127,7 +127,7 @@ def quantize_blocks(
     effective, scale, tile_scale = block_scales(magnitude, fmt)
     finite = numerics.is_finite_bits(magnitude)[..., None]
     inverse = numerics.reciprocal(effective)
-    inverse = numerics.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
+    inverse = scale_rounding.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
     y = jnp.where(finite, blocks * inverse[..., None], 0.0)
     if hashed_seed is None:
         code, level = numerics.encode(y, fmt)

@@ -22,6 +22,9 @@ from pallas_kernels.plan import Programs
 THREADS, LANES = 128, 32
 ISSUE_LANES = 128
 """Lane-instructions one multiprocessor issues per clock: four schedulers of 32 lanes."""
+REGISTERS, REGISTERS_AT_ONCE = 65536, 8
+"""Registers of a multiprocessor, and how many of a thread are given together (CUDA programming guide, table of compute
+capabilities 8.0 to 10.0)."""
 SHUFFLE_LANES = 32
 """Lanes that exchange a value per clock and multiprocessor (CUDA programming guide, arithmetic throughput)."""
 
@@ -70,6 +73,12 @@ class KernelCode:
             return None
         slots = max(self.instructions, self.shuffles * ISSUE_LANES / SHUFFLE_LANES)
         return slots * THREADS / programs.elements
+
+    @property
+    def resident_programs(self) -> int:
+        """Programs that a multiprocessor has registers for at a time; it takes 16 at most, of 128 threads."""
+        given = -(-self.registers // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+        return min(16, REGISTERS // (given * THREADS))
 
     def bytes_moved(self, programs: Programs) -> float | None:
         """Bytes loaded and stored in global memory by all programs: widths times executions times threads.

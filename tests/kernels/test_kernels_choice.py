@@ -1,6 +1,7 @@
 """Which implementation runs: decided at lowering, gated by the device, never a silent fallback."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, backend
+from pallas_kernels import _compat, absent_gpu, backend, mosaic_gpu
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 1024)), jnp.float32)
 KERNEL_MARK = "mosaic_gpu"
@@ -129,3 +130,39 @@ def test_a_call_the_kernel_cannot_do_runs_on_the_reference_by_default():
     x = jnp.arange(1000.0)
     assert "platform_index" not in str(jax.make_jaxpr(lambda x: pk.quantize(x).qvalue)(x))
     assert pk.dequantize(jax.jit(pk.quantize)(x)).shape == (1000,)
+
+
+def every_format():
+    for levels, size, scale, rotate in itertools.product(
+        ("8", "4", "e2m1"), (16, 32, 64, 128, 256, 512, 1024, 2048), ("bfloat16", "float8_e4m3fn"), (None, 32, 64)
+    ):
+        if (size > 1024 and scale != "bfloat16") or (rotate and rotate > size):
+            continue
+        bits, kind = (8, "integer") if levels == "8" else (4, "e2m1" if levels == "e2m1" else "integer")
+        yield pk.BlockFormat(bits=bits, block_size=size, scale_dtype=scale, levels=kind, rotate=rotate)
+
+
+def test_every_format_has_a_kernel_for_a_large_leaf_and_every_pair_one_or_a_reason():
+    formats, elements = list(every_format()), 1 << 16
+    for fmt in formats:
+        for stochastic, residual in itertools.product((False, True), repeat=2):
+            plan = mosaic_gpu.plan_quantize((elements,), "bfloat16", None, (), fmt, stochastic, residual)
+            assert not plan.problems, (fmt, plan.problems)
+            assert plan.programs.count * plan.programs.elements >= elements
+        assert not mosaic_gpu.plan_sum((3,), (elements,), fmt, jnp.dtype("float32"), 1.0).problems, fmt
+    for source, fmt in itertools.product(formats, repeat=2):
+        plan = mosaic_gpu.plan_sum_quantize((3,), (elements,), source, fmt, 1.0, False, None, False)
+        if plan.problems:
+            assert all("block" in problem or "program" in problem for problem in plan.problems), (source, fmt, plan)
+        else:
+            assert plan.programs.count * plan.programs.elements >= elements
+
+
+def test_blocks_larger_than_a_tile_go_into_tiles_by_the_reference():
+    q = pk.quantize_slices(X, dim=0, num_slices=4, block_size=2048)
+    tiled = {"bits": 4, "block_size": 32, "scale_dtype": "float8_e4m3fn"}
+    wanted = jax.jit(functools.partial(pk.dequantize_sum_quantize, implementation="xla", **tiled))(q)
+    got = jax.jit(functools.partial(pk.dequantize_sum_quantize, **tiled))(q)
+    np.testing.assert_array_equal(got.qvalue, wanted.qvalue)
+    with pytest.raises(NotImplementedError, match="blocks of 2048 are larger than the tile of 1024"):
+        pk.dequantize_sum_quantize(q, implementation="mosaic_gpu", **tiled)

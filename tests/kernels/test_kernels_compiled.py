@@ -27,14 +27,19 @@ INT8_WIDE = Format(bits=8, block_size=2048)
 INT4 = Format(bits=4, block_size=256)
 INT4_TILED = Format(bits=4, block_size=32, scale_dtype=E4M3)
 FP4_TILED = Format(bits=4, block_size=16, scale_dtype=E4M3, levels="e2m1")
+INT8_ONE_BLOCK_A_TILE = Format(bits=8, block_size=1024, scale_dtype=E4M3)
+FP4 = Format(bits=4, block_size=64, levels="e2m1")
 ROTATED = Format(bits=8, block_size=128, rotate=32)
 ROTATED_TILED = Format(bits=4, block_size=32, scale_dtype=E4M3, rotate=32)
 ELEMENTS = 1 << 20
+LEAST_IN_FLIGHT = 28 * 1024
+"""Bytes that the programs of a multiprocessor read at a time: an H100 moves 25 a nanosecond and multiprocessor, and
+they take somewhat less than a microsecond."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kernel variant: what is compiled and what is promised."""
+    """One kernel variant: what is compiled and what is promised; ``issue`` is in memory times."""
 
     op: str
     fmt: pk.BlockFormat
@@ -45,6 +50,7 @@ class Case:
     source: Any = None
     count: int = 0
     registers: int = 64
+    issue: float = 1.0
 
     def __str__(self):
         extra = "".join(c for c, on in zip("srd", (self.stochastic, self.residual, self.slices), strict=True) if on)
@@ -107,10 +113,17 @@ CASES = [
     Case("quantize", INT4_TILED, stochastic=True, residual=True, slices=True),
     Case("quantize", INT4, "float32", stochastic=True, residual=True, slices=True),
     Case("quantize", FP4_TILED),
-    Case("quantize", FP4_TILED, "float32", stochastic=True, residual=True, registers=96),
+    Case("quantize", FP4_TILED, "float32", stochastic=True, residual=True),
+    Case("quantize", FP4_TILED, stochastic=True, residual=True),
+    Case("quantize", FP4_TILED, stochastic=True, registers=80),
+    Case("quantize", FP4, stochastic=True),
+    Case("quantize", INT8_ONE_BLOCK_A_TILE),
+    Case("quantize", INT8_WIDE, stochastic=True, residual=True, registers=80),
     Case("quantize", ROTATED),
     Case("quantize", ROTATED_TILED, "float32"),
     Case("quantize", Format(bits=4, block_size=64, rotate=32)),
+    Case("quantize", Format(bits=8, block_size=256, rotate=64), stochastic=True, registers=72, issue=1.05),
+    Case("quantize", Format(bits=8, block_size=1024, rotate=64), registers=72),
     Case("quantize", Format(bits=8, block_size=2048, rotate=64), registers=96),
     Case("quantize", ROTATED_TILED, stochastic=True, residual=True, slices=True),
     Case("sum", INT8, "float32", source=INT8, count=2),
@@ -124,6 +137,7 @@ CASES = [
     Case("sum_quantize", INT4, source=INT4, count=8, registers=96),
     Case("sum_quantize", INT4_TILED, source=INT4_TILED, count=8, registers=96),
     Case("sum_quantize", INT8, source=INT8, count=16, registers=96),
+    Case("sum_quantize", INT4_TILED, source=INT8_ONE_BLOCK_A_TILE, count=8, registers=96),
     Case("sum_quantize", INT4_TILED, source=INT8, count=8, stochastic=True, residual=True, registers=96),
     Case("sum_quantize", FP4_TILED, source=INT8, count=8, registers=96),
     Case("sum_quantize", ROTATED_TILED, source=ROTATED, count=8, registers=96),
@@ -155,13 +169,14 @@ def test_on_h100_no_spills_few_registers_wide_loads_ideal_bytes_and_memory_bound
         width = jnp.dtype(case.dtype).itemsize
         assert code.loads["LD.E.128"] * 16 * sass.THREADS == programs.elements * width
         assert set(code.loads) <= {"LD.E.128", "LDG.E"}
+        assert code.resident_programs * programs.elements * width >= LEAST_IN_FLIGHT
     if case.op == "sum_quantize" and not case.residual and case.fmt.bits == 4 and case.fmt.block_size >= 32:
         assert {"LD.E.128"} <= set(code.loads)
     ideal = case.ideal_bytes * ELEMENTS
     assert 0.99 * ideal <= (code.bytes_moved(programs) or 0.0) <= 1.1 * ideal
     h100 = absent_gpu.GPUS["h100"]
     memory, issue = sass.bound(h100, case.ideal_bytes, code.instructions_per_element(programs) or math.inf)
-    assert issue <= memory, f"{issue:.3f} clocks per element to issue, {memory:.3f} to move its bytes"
+    assert issue <= case.issue * memory, f"{issue:.3f} clocks per element to issue, {memory:.3f} to move its bytes"
 
 
 @pytest.mark.skipif(not _compat.MOSAIC_ON_AMPERE, reason="Mosaic GPU kernels need JAX 0.11 on Ampere")

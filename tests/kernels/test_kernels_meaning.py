@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from kernel_formats import E4M3, FORMATS, PLAIN, by_format, by_plain_format, quick, round_up, scales_of
 
 import pallas_kernels as pk
-from pallas_kernels import numerics, reference
+from pallas_kernels import e2m1, numerics, reference, scale_rounding
 
 
 @by_plain_format
@@ -175,6 +175,31 @@ def test_rounding_down_keeps_whole_numbers_and_goes_up_as_often_as_the_fraction_
         assert abs(np.asarray(level, np.float64).mean() - y) <= 2.0**-17
 
 
+@pytest.mark.parametrize("upper", [True, False])
+def test_e2m1_keeps_its_levels_and_goes_up_as_often_as_the_fraction_of_a_step_says(upper):
+    random = jnp.arange(1 << 16, dtype=jnp.uint32) * np.uint32(0x10001)
+    levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    fmt = pk.BlockFormat(bits=4, block_size=16, levels="e2m1")
+
+    def rounded(y):
+        code, level = numerics.encode(jnp.float32(y), fmt, random, upper)
+        nibble = np.asarray(code) >> numerics.code_place(fmt, stochastic=True) & 0xF
+        decoded = np.copysign(np.take(levels, nibble & 7), np.where(nibble & 8, -1.0, 1.0))
+        np.testing.assert_array_equal(np.asarray(level), decoded)
+        np.testing.assert_array_equal(np.signbit(level), np.signbit(decoded))
+        return decoded
+
+    for sign in (1.0, -1.0):
+        for size in [*levels, 1.5 * (1 + 2.0**-20), 6 * (1 + 2.0**-20)]:
+            assert (rounded(sign * size) == sign * min(levels, key=lambda level: abs(level - size))).all()
+        for size in (0.1, 0.7, 1.1, 1.99, 2.3, 3.5, 4.1, 5.9):
+            below = max(level for level in levels if level <= size)
+            above = min(level for level in levels if level > size)
+            got = rounded(sign * size)
+            assert set(got) == {sign * below, sign * above}
+            assert abs(got.mean() - sign * size) <= 2.0**-16
+
+
 @by_format
 def test_a_block_with_nan_or_inf_dequantises_to_nan_and_its_neighbours_do_not(fmt):
     def everything(x):
@@ -265,11 +290,11 @@ def test_a_rotation_tames_an_outlier(width, rng):
 def test_e4m3_codes_round_up_and_decode_exactly():
     codes = jnp.arange(128, dtype=jnp.int32)
     values = np.arange(128, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    np.testing.assert_array_equal(np.asarray(numerics.e4m3_value(codes)), values)
+    np.testing.assert_array_equal(np.asarray(scale_rounding.e4m3_value(codes)), values)
     between = jnp.asarray(np.linspace(2.0**-9, 448, 5000, dtype=np.float32))
-    code = numerics.e4m3_code(between, numerics.tile_inverse(jnp.float32(1.0)), numerics.abs_bits(between))
+    code = scale_rounding.e4m3_code(between, scale_rounding.tile_inverse(jnp.float32(1.0)), numerics.abs_bits(between))
     want = round_up(np.asarray(between, np.float64) * (1 - 2.0**-22), ml_dtypes.float8_e4m3fn)
-    np.testing.assert_array_equal(np.asarray(numerics.e4m3_value(code)), want)
+    np.testing.assert_array_equal(np.asarray(scale_rounding.e4m3_value(code)), want)
 
 
 def test_both_ways_to_decode_e2m1_are_the_table():
@@ -282,5 +307,14 @@ def test_both_ways_to_decode_e2m1_are_the_table():
         plain, factor = numerics.scaled_level(jnp.asarray(code), fmt, high)
         np.testing.assert_array_equal(np.asarray(plain) * np.float32(factor), table[nibble])
         # NumPy keeps subnormal numbers, as GPUs do; XLA on a CPU does not.
-        value = np.asarray(numerics.e2m1_bits(jnp.asarray(code), high)).view(np.float32) * np.float32(2.0**126)
-        np.testing.assert_array_equal(value, table[nibble])
+        value = np.asarray(e2m1.bits_of_level(jnp.asarray(code), 4 if high else 0)).view(np.float32)
+        np.testing.assert_array_equal(value * np.float32(2.0**126), table[nibble])
+
+
+def test_both_ways_to_round_to_e2m1_start_from_the_same_bits(rng):
+    y = (rng.uniform(-1, 1, 20000) * 2.0 ** rng.integers(-30, 3, 20000)).astype(np.float32)
+    edges = [0, -0.0, 1, 1 - 2.0**-24, 2.0**-24, 3 * 2.0**-24, 6.05]
+    y = np.concatenate([y, edges]).astype(np.float32)
+    with np.errstate(under="ignore"):
+        wanted = (np.abs(y) * np.float32(2.0**-126)).view(np.int32)
+    np.testing.assert_array_equal(np.asarray(e2m1.bits_of_size(jnp.asarray(y), subnormals=False)), wanted)
