@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, backend, mosaic_gpu
+from pallas_kernels import _compat, absent_gpu, backend, mosaic_gpu, survey
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 1024)), jnp.float32)
 KERNEL_MARK = "mosaic_gpu"
@@ -132,18 +132,8 @@ def test_a_call_the_kernel_cannot_do_runs_on_the_reference_by_default():
     assert pk.dequantize(jax.jit(pk.quantize)(x)).shape == (1000,)
 
 
-def every_format():
-    for levels, size, scale, rotate in itertools.product(
-        ("8", "4", "e2m1"), (16, 32, 64, 128, 256, 512, 1024, 2048), ("bfloat16", "float8_e4m3fn"), (None, 32, 64)
-    ):
-        if (size > 1024 and scale != "bfloat16") or (rotate and rotate > size):
-            continue
-        bits, kind = (8, "integer") if levels == "8" else (4, "e2m1" if levels == "e2m1" else "integer")
-        yield pk.BlockFormat(bits=bits, block_size=size, scale_dtype=scale, levels=kind, rotate=rotate)
-
-
 def test_every_format_has_a_kernel_for_a_large_leaf_and_every_pair_one_or_a_reason():
-    formats, elements = list(every_format()), 1 << 16
+    formats, elements = list(survey.formats()), 1 << 16
     for fmt in formats:
         for stochastic, residual in itertools.product((False, True), repeat=2):
             plan = mosaic_gpu.plan_quantize((elements,), "bfloat16", None, (), fmt, stochastic, residual)

@@ -4,20 +4,15 @@ The deviceless compile runs the assembler: registers, spills and instructions ar
 """
 
 import dataclasses
-import functools
-import math
 import pathlib
 import subprocess
 import sys
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 from kernel_formats import E4M3
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, mosaic_gpu, sass
+from pallas_kernels import _compat, absent_gpu, sass, survey
 
 pytestmark = pytest.mark.needs_cuda_plugin
 
@@ -31,74 +26,19 @@ INT8_ONE_BLOCK_A_TILE = Format(bits=8, block_size=1024, scale_dtype=E4M3)
 FP4 = Format(bits=4, block_size=64, levels="e2m1")
 ROTATED = Format(bits=8, block_size=128, rotate=32)
 ROTATED_TILED = Format(bits=4, block_size=32, scale_dtype=E4M3, rotate=32)
-ELEMENTS = 1 << 20
-LEAST_IN_FLIGHT = 28 * 1024
+LEAST_IN_FLIGHT = 32 * 1024
 """Bytes that the programs of a multiprocessor read at a time: an H100 moves 25 a nanosecond and multiprocessor, and
 they take somewhat less than a microsecond."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One kernel variant: what is compiled and what is promised; ``issue`` is in memory times."""
+class Case(survey.Variant):
+    """A variant and what is promised of it; ``issue`` is in memory times."""
 
-    op: str
-    fmt: pk.BlockFormat
-    dtype: str = "bfloat16"
-    stochastic: bool = False
-    residual: bool = False
-    slices: bool = False
-    source: Any = None
-    count: int = 0
     registers: int = 64
     issue: float = 1.0
 
-    def __str__(self):
-        extra = "".join(c for c, on in zip("srd", (self.stochastic, self.residual, self.slices), strict=True) if on)
-        source = f"{self.count}x{described(self.source)}-" if self.source else ""
-        return f"{self.op}-{source}{described(self.fmt)}-{self.dtype}{extra}"
-
-    def function_and_shapes(self):
-        kw = {"rounding": "stochastic", "seed": 3} if self.stochastic else {}
-        if self.op != "sum":
-            kw |= {**self.fmt.keywords(), "with_residual": self.residual}
-        kw["implementation"] = "mosaic_gpu"
-        if self.op == "quantize":
-            x = jax.ShapeDtypeStruct((1024, ELEMENTS // 1024), jnp.dtype(self.dtype))
-            op = functools.partial(pk.quantize_slices, dim=0, num_slices=(4, 2)) if self.slices else pk.quantize
-            return functools.partial(op, **kw), [x]
-        q = jax.eval_shape(
-            lambda x: pk.quantize_slices(
-                x, dim=0, num_slices=self.count, implementation="xla", **self.source.keywords()
-            ),
-            jax.ShapeDtypeStruct((self.count, ELEMENTS), jnp.float32),
-        )
-        op = functools.partial(pk.dequantize_sum, dtype=self.dtype) if self.op == "sum" else pk.dequantize_sum_quantize
-        arrays, tree = jax.tree.flatten(q)
-        return lambda *arrays: op(jax.tree.unflatten(tree, arrays), **kw), arrays
-
-    def plan(self):
-        shape, lead = (1, ELEMENTS), (self.count,)
-        if self.op == "quantize":
-            cut = (0, (4, 2)) if self.slices else (None, ())
-            x = (1024, ELEMENTS // 1024)
-            return mosaic_gpu.plan_quantize(x, self.dtype, *cut, self.fmt, self.stochastic, self.residual)
-        if self.op == "sum":
-            return mosaic_gpu.plan_sum(lead, shape, self.source, jnp.dtype(self.dtype), 1.0)
-        return mosaic_gpu.plan_sum_quantize(
-            lead, shape, self.source, self.fmt, 1.0, self.stochastic, None, self.residual
-        )
-
-    @property
-    def ideal_bytes(self):
-        """Per element: every input byte read once, every output byte written once."""
-        width = jnp.dtype(self.dtype).itemsize
-        read = self.count * self.source.bits_per_element / 8 if self.source else width
-        write = width if self.op == "sum" else self.fmt.bits_per_element / 8
-        return read + write + self.residual * (4 if self.source else width)
-
-
-def described(fmt):
-    return f"{fmt.bits}/{fmt.block_size}{fmt.levels[0]}{f'h{fmt.rotate}' if fmt.rotate else ''}"
+    __str__ = survey.Variant.__str__
 
 
 CASES = [
@@ -145,51 +85,40 @@ CASES = [
 ]
 
 
-def compiled_code(case, gpu):
-    """The compiled program and the kernels it had to compile (none if an equal one was compiled before)."""
-    function, shapes = case.function_and_shapes()
-    with sass.dumping() as place:
-        compiled = absent_gpu.compile_for(function, shapes, gpu)
-        return compiled, sass.read(place, case.plan().programs.trips)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_h100_no_spills_few_registers_wide_loads_ideal_bytes_and_memory_bound(case):
-    compiled, (code,) = compiled_code(case, "h100")
+    compiled, (code,) = case.compile("h100")
     assert (compiled.as_text() or "").count("mosaic_gpu") >= 1
     assert code.spill_bytes == 0
     assert code.registers <= case.registers
     programs = case.plan().programs
     # The last program of a run overlaps its neighbour.
-    assert ELEMENTS <= programs.count * programs.elements <= 1.1 * ELEMENTS
+    assert survey.ELEMENTS <= programs.count * programs.elements <= 1.1 * survey.ELEMENTS
     if sass.disassembler_missing():
         pytest.skip(f"registers and spills checked; the rest needs machine code: {sass.disassembler_missing()}")
+    cost = survey.cost(case, code, "h100")
     if case.op == "quantize":
         # Every load of the leaf is 16 bytes wide, and they add up to each element once.
-        width = jnp.dtype(case.dtype).itemsize
-        assert code.loads["LD.E.128"] * 16 * sass.THREADS == programs.elements * width
+        assert code.loads["LD.E.128"] * 16 * sass.THREADS == programs.elements * case.bytes_read
         assert set(code.loads) <= {"LD.E.128", "LDG.E"}
-        assert code.resident_programs * programs.elements * width >= LEAST_IN_FLIGHT
+        assert cost.in_flight >= LEAST_IN_FLIGHT
     if case.op == "sum_quantize" and not case.residual and case.fmt.bits == 4 and case.fmt.block_size >= 32:
         assert {"LD.E.128"} <= set(code.loads)
-    ideal = case.ideal_bytes * ELEMENTS
-    assert 0.99 * ideal <= (code.bytes_moved(programs) or 0.0) <= 1.1 * ideal
-    h100 = absent_gpu.GPUS["h100"]
-    memory, issue = sass.bound(h100, case.ideal_bytes, code.instructions_per_element(programs) or math.inf)
-    assert issue <= case.issue * memory, f"{issue:.3f} clocks per element to issue, {memory:.3f} to move its bytes"
+    assert 0.99 <= cost.moved <= 1.1
+    assert cost.issue <= case.issue
 
 
 @pytest.mark.skipif(not _compat.MOSAIC_ON_AMPERE, reason="Mosaic GPU kernels need JAX 0.11 on Ampere")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a100_no_spills(case):
-    compiled, (code,) = compiled_code(case, "a100")
+    compiled, (code,) = case.compile("a100")
     assert "mosaic_gpu" in (compiled.as_text() or "")
     assert code.spill_bytes == 0
 
 
 def test_what_is_compiled_for_h100_is_the_machine_code_of_h200():
     assert absent_gpu.GPUS["h200"].major == absent_gpu.GPUS["h100"].major
-    compiled, _ = compiled_code(CASES[8], "h200")
+    compiled, _ = CASES[8].compile("h200")
     assert "mosaic_gpu" in (compiled.as_text() or "")
 
 
@@ -199,7 +128,7 @@ def test_on_b200_no_spills():
         "import sys; sys.path[:0] = sys.argv[1:]\n"
         "import test_kernels_compiled as t\n"
         "for case in t.CASES:\n"
-        "    (code,) = t.compiled_code(case, 'b200')[1]\n"
+        "    (code,) = case.compile('b200')[1]\n"
         "    print(code.spill_bytes, code.registers)\n"
     )
     here = pathlib.Path(__file__)
@@ -209,3 +138,14 @@ def test_on_b200_no_spills():
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line.count(" ") == 1]
     assert len(counts) == len(CASES)
     assert all(spills == 0 and registers <= 128 for spills, registers in counts), counts
+
+
+def test_the_survey_prints_a_row_a_variant_and_the_worst(capsys):
+    survey.main(["--only", "4/128et-bfloat16", "--gpu", "h100"])
+    head, *rows, worst = capsys.readouterr().out.splitlines()
+    assert "H100" in head
+    names = [str(v) for v in survey.variants("quantize") if "4/128et-bfloat16" in str(v)]
+    assert len(names) == 4
+    assert [row.split()[0] for row in rows] == names
+    assert worst.startswith("worst of 4")
+    assert int(worst.split()[3]) == max(int(row.split()[1]) for row in rows)
