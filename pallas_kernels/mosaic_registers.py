@@ -21,7 +21,7 @@ from pallas_kernels import numerics
 
 def _each_register(function: Callable[..., Any], target: Any, *operands: jax.Array) -> jax.Array:
     """A float32 array of the layout ``target`` whose every register is a function of those of the operands."""
-    result: Any = plgpu.ShapeDtypeStruct(operands[0].shape, jnp.float32, layout=target)
+    result: Any = plgpu.ShapeDtypeStruct(operands[0].shape, jnp.dtype("float32"), layout=target)
 
     def body(_: Any, *arrays: Any) -> Any:
         registers = np.empty_like(arrays[0].registers)

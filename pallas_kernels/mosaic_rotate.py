@@ -172,7 +172,7 @@ def _on_registers(
     parts: list[jax.Array], dims: tuple[int, ...], vec: int, plan: Sequence[Stage], before: float, after: float
 ) -> list[jax.Array]:
     target: Any = layout(dims, vec)
-    result: Any = plgpu.ShapeDtypeStruct(dims, jnp.float32, layout=target)
+    result: Any = plgpu.ShapeDtypeStruct(dims, jnp.dtype("float32"), layout=target)
     inline = plgpu.inline_mgpu(arg_types=(target,) * len(parts), return_type=(result,) * len(parts))
     return list(inline(lambda _, *arrays: _rotated_registers(arrays, plan, before, after))(*parts))
 
