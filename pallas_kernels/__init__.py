@@ -14,8 +14,10 @@
 | speed | - | counted (H100) and modelled | modelled only | modelled only |
 
 No kernel has run on a GPU yet: by default XLA runs every op, and `prefer_kernels()` asks for the kernels.
-"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.1x
-the ideal, fewer issue slots than memory time on an H100. Modelled on an H100 for a leaf of 8192 x 8192 in bfloat16
+Bits are equal on one device. A CPU takes subnormal numbers for zero, a GPU does not: below 2**-126 their signs differ.
+"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.1x the ideal, and, but for
+rotations with stochastic rounding or e2m1, fewer issue slots than memory time on an H100; ``python -m
+pallas_kernels.survey`` counts every variant. Modelled on an H100 for a leaf of 8192 x 8192 in bfloat16
 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launches of the compiled program):
 
 | op | XLA | kernel | preferred |
@@ -31,7 +33,8 @@ and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launc
 `pack_bytes` and `unpack_bytes` add a copy of the payload each to a kernel, `pack_apart` of the scales alone; XLA fuses
 packing into its own program.
 XLA alone does: leaves whose contiguous run per slice is no multiple of the block (of the tile of 1024 with e4m3
-scales) or is a single one, sums of padded slices, and int4 contributions requantised in smaller blocks.
+scales) or is a single one, sums of padded slices, and sums requantised in larger blocks than they came in, int4 in
+smaller ones, blocks of 2048 with e4m3 scales.
 """
 
 from pallas_kernels.array import BlockFormat, QuantizedArray

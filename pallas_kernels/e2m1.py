@@ -1,8 +1,9 @@
 """The level set e2m1 (fp4): 0, 1/2, 1, 3/2, 2, 3, 4, 6 and their negatives; its nibble is sign, exponent, mantissa.
 
 e2m1 is float32 with few bits: times 2**-126 its smallest level, subnormal there too, is subnormal in float32, and the
-three bits below the sign of every level are those of the float32 at `PLACE`. So rounding is an addition of integers,
-and decoding is moving bits. A GPU keeps subnormal numbers; XLA on a CPU does not, and takes the same bits another way.
+three bits below the sign of every level are those of the float32 from `PLACE` on. So stochastic rounding is an addition
+of integers, and decoding is moving bits. A GPU keeps subnormal numbers; XLA on a CPU does not, and takes the same bits
+another way.
 """
 
 from __future__ import annotations
@@ -15,23 +16,41 @@ from jax import lax
 from pallas_kernels.bits import bits_of, float_of
 
 PLACE = 22
-"""Lowest bit of a nibble in what `encode` returns."""
+"""Lowest bit of a nibble from `rounded_down`."""
 
 _SIZE = np.int32(7 << PLACE)
+_SIGN = np.int32(-1 << 31)
 
 
-def encode(
-    y: jax.Array, random: jax.Array | None, upper: bool, signs: jax.Array, level_wanted: bool, subnormals: bool
+def nearest(y: jax.Array, level_wanted: bool, subnormals: bool) -> tuple[jax.Array, jax.Array | None]:
+    """The level nearest to y, ties to the even mantissa; below 7, as all are, sizes become at most 6.
+
+    e2m1 has two levels per power of two, at steps of 1/2, 1 and 2. Adding 1.5 * 2**23 steps rounds, once, to a whole
+    number k of steps in the low bits; the code is k plus twice the index of the power. Its low three bits are all it
+    has, so the constants of both exponents count modulo 8.
+
+    Returns:
+        ``(code, level)``: int32 with the nibble in its low bits and arbitrary bits above; float32, or None.
+    """
+    size = jnp.abs(y)
+    power = jnp.maximum(bits_of(size) & np.int32(0x7F800000), np.int32(0x3F800000))
+    total = size + float_of(power + np.int32((22 << 23) + (1 << 22) + 2))
+    code = (bits_of(total) + lax.shift_right_logical(power, np.int32(22))) & np.int32(7)
+    code = code | (lax.shift_right_logical(bits_of(y), np.int32(28)) & np.int32(~7))
+    return code, level(code, 0, subnormals) if level_wanted else None
+
+
+def rounded_down(
+    y: jax.Array, random: jax.Array, upper: bool, signs: jax.Array, level_wanted: bool, subnormals: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The nearest level, ties to the even mantissa, or with ``random`` the level above as often as y is near it.
+    """The largest level up to the size of y plus a random fraction of a step, signed.
 
-    Stochastic rounding adds a fraction of a step, 16 bits of a hash, and cuts: it is at most 1 - 2**-17, so that a size
-    that exceeds a level by less than 2**-17 of a step stays on it. `scale_rounding.inverse_scale` sees to it that no
-    size exceeds the largest by more; the nearest level to sizes below 7, as all are, is at most 6.
+    The fraction is 16 bits of a hash, at most 1 - 2**-17: a size that exceeds a level by less than 2**-17 of a step
+    stays on it. `scale_rounding.inverse_scale` sees to it that no size exceeds the largest level by more.
 
     Args:
         y: float32.
-        random: uint32 hashes, or None.
+        random: uint32 hashes.
         upper: which half of them.
         signs: float32 with the signs of y.
         level_wanted: whether the level is.
@@ -40,13 +59,9 @@ def encode(
     Returns:
         ``(code, level)``: int32 with the nibble from `PLACE` on and arbitrary bits around it; float32, or None.
     """
-    bits = bits_of_size(y, subnormals)
-    if random is None:
-        odd = lax.shift_right_logical(bits, np.int32(PLACE)) & np.int32(1)
-        bits = bits + odd + np.int32((1 << (PLACE - 1)) - 1)
-    else:
-        fraction = lax.shift_right_logical(random, np.uint32(10)) if upper else lax.shift_left(random, np.uint32(6))
-        bits = bits + lax.bitcast_convert_type(fraction & np.uint32(0x3FFFC0), jnp.int32) + np.int32(0x20)
+    fraction = lax.shift_right_logical(random, np.uint32(10)) if upper else lax.shift_left(random, np.uint32(6))
+    fraction = lax.bitcast_convert_type(fraction & np.uint32(0x3FFFC0), jnp.int32)
+    bits = bits_of_size(y, subnormals) + fraction + np.int32(0x20)
     sign = bits_of(signs)
     code = (bits & _SIZE) | (lax.shift_right_logical(sign, np.int32(31 - 3 - PLACE)) & ~_SIZE)
     if not level_wanted:
@@ -54,7 +69,7 @@ def encode(
     if not subnormals:
         return code, level(lax.shift_right_logical(code, np.int32(PLACE)), 0, subnormals)
     size = bits_of(float_of(bits & np.int32(-1 << PLACE)) * np.float32(2.0**126))
-    return code, float_of(size | (sign & np.int32(-1 << 31)))
+    return code, float_of(size | (sign & _SIGN))
 
 
 def bits_of_size(y: jax.Array, subnormals: bool) -> jax.Array:

@@ -84,9 +84,9 @@ def rounded_down(y: jax.Array, random: jax.Array, upper: bool) -> tuple[jax.Arra
 
 def code_place(fmt: BlockFormat, stochastic: bool) -> int:
     """The lowest bit of a code from `encode`."""
-    if fmt.levels == "e2m1":
-        return e2m1.PLACE
-    return 16 if stochastic and fmt.bits == 4 else 0
+    if fmt.bits == 8 or not stochastic:
+        return 0
+    return e2m1.PLACE if fmt.levels == "e2m1" else 16
 
 
 def packed(low: jax.Array, high: jax.Array, place: int) -> jax.Array:
@@ -120,7 +120,9 @@ def encode(
         `code_place` on and arbitrary bits around it, and its value in float32, or None if it is not wanted.
     """
     if fmt.levels == "e2m1":
-        return e2m1.encode(y, random, upper, y if signs is None else signs, level_wanted, subnormals)
+        if random is None:
+            return e2m1.nearest(y, level_wanted, subnormals)
+        return e2m1.rounded_down(y, random, upper, y if signs is None else signs, level_wanted, subnormals)
     if fmt.bits == 4 and random is not None:
         total, level = rounded_down(y, random, upper)
         return total, level if level_wanted else None

@@ -68,6 +68,8 @@ def e4m3_code(needed: jax.Array, tile_inverse: jax.Array, magnitude: jax.Array) 
     ratio = needed * tile_inverse
     ratio = jnp.minimum(jnp.maximum(ratio, np.float32(E4M3_MIN)), np.float32(E4M3_MAX))
     # Below 2**-6 the format is linear in steps of 2**-9: adding 2**-6 puts the same steps into a normal mantissa.
+    # The sum is exact once the ratio is rounded up to 21 bits.
+    ratio = _mantissa_up(ratio, 3)
     linear = ratio < np.float32(2.0**-6)
     shifted = jnp.where(linear, ratio + np.float32(2.0**-6), ratio)
     code = lax.shift_right_logical(bits_of(_mantissa_up(shifted, 20)), np.int32(20)) - np.int32(120 << 3)
@@ -87,10 +89,10 @@ def inverse_scale(
 ) -> jax.Array:
     """1 / scale, or less where stochastic rounding could take a 4-bit level beyond the largest.
 
-    `rounded_down` and `e2m1.encode` keep a value on a level that it exceeds by up to 2**-17 of a step, which is
-    2**-20 of 7 and 2**-18 of 6. Scales are too small by 2**-21 of themselves at most, for the two hairs that
-    `needed_scale` and `tile_inverse` take off, and products round by 2**-24; but under the ceiling of `round_scale`,
-    where blocks reach float32's largest numbers, by up to 2**-7.
+    `numerics.rounded_down` and `e2m1.rounded_down` keep a value on a level that it exceeds by less than 2**-17 of a
+    step: 2.2 * 2**-21 of 7, and more of 6. Scales are too small by 1.5 * 2**-21 of themselves at most, for the two
+    hairs that `needed_scale` and `tile_inverse` take off and for the rounding of products; but under the ceiling of
+    `round_scale`, where blocks reach float32's largest numbers, by up to 2**-7.
     """
     if not stochastic or fmt.bits == 8:
         return one_over_scale

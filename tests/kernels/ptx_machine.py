@@ -194,6 +194,10 @@ class _Threads:
             self.write(operands[0], self.integer(name, operands[1:]), active)
 
     def copy(self, kind: str, operands: list[str], active: np.ndarray) -> None:
+        if kind == "pred":  # a constant: -1 is true
+            value = self.read(operands[1], np.uint32)
+            self.write(operands[0], value if value.dtype == bool else value != 0, active)
+            return
         bits = int(kind[1:])
         if operands[0].startswith("{"):
             parts = operands[0].strip("{}").split(",")

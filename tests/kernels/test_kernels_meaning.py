@@ -295,6 +295,29 @@ def test_e4m3_codes_round_up_and_decode_exactly():
     code = scale_rounding.e4m3_code(between, scale_rounding.tile_inverse(jnp.float32(1.0)), numerics.abs_bits(between))
     want = round_up(np.asarray(between, np.float64) * (1 - 2.0**-22), ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(np.asarray(scale_rounding.e4m3_value(code)), want)
+    # Some units in the last place around every value.
+    near = (values[1:126].view(np.int32)[:, None] + np.arange(-12, 13, dtype=np.int32)).view(np.float32).ravel()
+    near = near[near >= 2.0**-9]
+    code = scale_rounding.e4m3_code(jnp.asarray(near), jnp.float32(1.0), numerics.abs_bits(jnp.asarray(near)))
+    np.testing.assert_array_equal(np.asarray(scale_rounding.e4m3_value(code)), round_up(near, ml_dtypes.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("levels", ["integer", "e2m1"])
+def test_scales_are_hardly_too_small_so_that_stochastic_rounding_shrinks_nothing(levels, rng):
+    fmt = pk.BlockFormat(bits=4, block_size=16, scale_dtype=E4M3, levels=levels)
+    # Tile scales of every mantissa; blocks of every code and a few units in the last place around it.
+    tile = np.arange(128, 256, dtype=np.float32)[:, None, None]
+    code = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[None, :, None]
+    exact = (tile * code * np.float32(fmt.qmax)).astype(np.float32)
+    magnitude = exact.view(np.int32) + np.arange(-14, 15, dtype=np.int32)
+    needed = scale_rounding.needed_scale(jnp.asarray(magnitude), fmt.qmax)
+    inverse = scale_rounding.tile_inverse(numerics.reciprocal(jnp.asarray(tile)))
+    scale = jnp.asarray(tile) * scale_rounding.e4m3_value(scale_rounding.e4m3_code(needed, inverse, magnitude))
+    fits = needed * inverse <= 448
+    one_over = numerics.reciprocal(scale)
+    kept = scale_rounding.inverse_scale(one_over, scale, jnp.asarray(magnitude), fmt, stochastic=True)
+    assert bool(jnp.all((kept == one_over) | ~fits))
+    assert int(fits.sum()) > 400000
 
 
 def test_both_ways_to_decode_e2m1_are_the_table():
@@ -309,6 +332,22 @@ def test_both_ways_to_decode_e2m1_are_the_table():
         # NumPy keeps subnormal numbers, as GPUs do; XLA on a CPU does not.
         value = np.asarray(e2m1.bits_of_level(jnp.asarray(code), 4 if high else 0)).view(np.float32)
         np.testing.assert_array_equal(value * np.float32(2.0**126), table[nibble])
+
+
+def test_e2m1_is_rounded_once_to_the_nearest_level():
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    middle = (levels[:-1] + levels[1:]) / 2
+    near = (np.concatenate([levels[1:], middle]).view(np.int32)[:, None] + np.arange(-3, 4)).astype(np.int32)
+    size = np.concatenate([near.view(np.float32).ravel(), np.linspace(0, 6.9, 5000, dtype=np.float32)])
+    above = np.clip(np.searchsorted(levels, size), 1, 7)
+    low, high = levels[above - 1].astype(np.float64), levels[above].astype(np.float64)
+    even = np.where((above - 1) % 2 == 0, low, high)
+    want = np.where(size - low < high - size, low, np.where(size - low > high - size, high, even))
+    for sign in (1, -1):
+        fmt = pk.BlockFormat(bits=4, block_size=16, levels="e2m1")
+        code, level = numerics.encode(jnp.asarray(sign * size), fmt)
+        np.testing.assert_array_equal(np.asarray(level), sign * want)
+        np.testing.assert_array_equal(np.asarray(e2m1.level(code, 0, subnormals=False)), sign * want)
 
 
 def test_both_ways_to_round_to_e2m1_start_from_the_same_bits(rng):

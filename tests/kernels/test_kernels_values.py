@@ -218,6 +218,10 @@ def test_dequantize_sum_quantize_equals_the_reference(source, out, both, rng):
     both(pk.dequantize_sum_quantize, contributions(rng, 3, source), **out)
 
 
+def test_nine_contributions_are_one_and_twice_four(both, rng):
+    both(pk.dequantize_sum_quantize, contributions(rng, 9, INT8), **FP4_TILED, **STOCHASTIC)
+
+
 @pytest.mark.parametrize(("source", "out"), [(INT8, INT4_TILED), (ROTATED, ROTATED), (ROTATED, ROTATED_TILED)], ids=str)
 def test_error_feedback_between_the_hops_equals_the_reference(source, out, both, rng):
     q = contributions(rng, 3, source)
