@@ -15,10 +15,10 @@
 
 No kernel has run on a GPU yet: by default XLA runs every op, and `prefer_kernels()` asks for the kernels.
 Bits are equal on one device. A CPU takes subnormal numbers for zero, a GPU does not: below 2**-126 their signs differ.
-"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.1x the ideal, and, but for
-rotations with stochastic rounding or e2m1, fewer issue slots than memory time on an H100; ``python -m
-pallas_kernels.survey`` counts every variant. Modelled on an H100 for a leaf of 8192 x 8192 in bfloat16
-and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launches of the compiled program):
+"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.1x the ideal, and fewer
+issue slots than memory time on an H100, but for rotations with stochastic rounding or to e2m1 and for sums from e2m1 to
+e2m1; ``python -m pallas_kernels.survey`` counts every variant. Modelled on an H100 for a leaf of 8192 x 8192 in
+bfloat16 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launches of the compiled program):
 
 | op | XLA | kernel | preferred |
 |---|---|---|---|
