@@ -267,6 +267,8 @@ def main(args: list[str] | None = None) -> None:
     text = read_stdlib()
 
     mesh, techniques = zerojax.make_mesh(flags.nodes, flags.devices_per_node), techniques_of(flags)
+    if flags.batch % mesh.size:
+        raise SystemExit(f"--batch {flags.batch} does not divide over the {mesh.size} devices of the mesh")
     make_plain = functools.partial(set_up_zero, mesh=mesh, stage=flags.stage) if techniques else set_up_plain
     plain_setup = None if flags.skip_plain else make_plain(config, tx, key)
     plain = plain_setup and train(plain_setup, text, flags)

@@ -24,7 +24,7 @@ bfloat16 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ide
 |---|---|---|---|
 | quantize int8 / int4 with e4m3 scales | 1.7x, 3 / 2.1x, 5 launches | 1.00x, 1 launch | kernel |
 | quantize int4, rotated | 7.4x, 4 launches | 1.00x, 1 launch | kernel |
-| quantize_slices int4, stochastic, residual | 4.8x, 7 launches | 1.00x, 1 launch | kernel |
+| quantize_slices int4, stochastic, residual | 2.1x, 6 launches | 1.00x, 1 launch | kernel |
 | dequantize | 1.00x, 1 launch | none | XLA |
 | dequantize int4, rotated | 4.2x, 2 launches | 1.00x, 1 launch | kernel |
 | dequantize_sum int8 / int4 with e4m3 scales | 1.04x / 1.24x, 2 launches | 1.00x, 1 launch | kernel |

@@ -180,6 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.config.update("jax_platforms", "cpu")  # the CUDA plugin is here to compile, and would look for CUDA
     here = jax.devices()[0]
     on_gpu = here.platform == "gpu"
+    if not on_gpu and (missing := absent_gpu.plugin_missing()):
+        parser.error(missing)
     print(f"jax {jax.__version__}, {here.device_kind if on_gpu else absent_gpu.GPUS[options.gpu].name + ' (absent)'}")
     copy_rate = 0.0
     if on_gpu:

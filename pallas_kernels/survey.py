@@ -183,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu", choices=absent_gpu.GPUS, default="h100")
     parser.add_argument("--only", default="", help="variants whose name has this text in it")
     options = parser.parse_args(arguments)
+    if missing := absent_gpu.plugin_missing() or sass.disassembler_missing():
+        parser.error(missing)
     if not absent_gpu.has_nvidia_gpu():
         jax.config.update("jax_platforms", "cpu")
     columns = "registers, spilled bytes, moved / ideal bytes, issue / memory time, KiB in flight"

@@ -28,7 +28,7 @@ zerojax.simulate_devices(8)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"):
         return
-    skip = pytest.mark.skip(reason="JAX's CUDA plugin is not installed: pip install 'zerojax[plan]'")
+    skip = pytest.mark.skip(reason="JAX's CUDA plugin is not installed: pip install --editable '.[test]'")
     for item in items:
         if "needs_cuda_plugin" in item.keywords:
             item.add_marker(skip)

@@ -265,3 +265,21 @@ def test_a_state_that_cannot_hold_the_mark_of_a_stopped_training(layout, stored)
     state = zerojax.TrainState.create(stored, tx)._replace(nonfinite=None)
     with refused(r"TrainState.nonfinite that training has stopped, which is None in this state"):
         step(state, BATCH)
+
+
+def test_arguments_that_changed_places_and_names_that_are_nearly_right():
+    params = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    mesh, config = zerojax.make_mesh(), zerojax.ZeroConfig(stage=3)
+    with pytest.raises(TypeError, match="config must be a ZeroConfig, got Mesh"):
+        zerojax.partition(params, config, mesh)
+    with pytest.raises(TypeError, match=r"layout must come from zerojax\.partition"):
+        zerojax.zero(zerojax.partition(params, mesh, config), optax.adam(1e-3))
+    with pytest.raises(TypeError, match="did you mean devices_per_node"):
+        zerojax.make_mesh(devices_pr_node=4)
+    assert zerojax.make_mesh(model=2, node_parts=2).shape["node_parts"] == 2
+
+
+def test_a_choice_of_trainable_leaves_that_finds_none_is_noticed():
+    params = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    with pytest.warns(zerojax.ZeroNotice, match=r"no leaf is trained.*\['w'\]"):
+        zerojax.partition(params, zerojax.make_mesh(), trainable=lambda path, leaf: "lorra" in path)

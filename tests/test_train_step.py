@@ -219,3 +219,13 @@ def test_a_narrow_loss_has_the_gradient_of_its_mean():
     )[1]
     # All seven devices have the gradient 1, and so does their mean.
     np.testing.assert_array_equal(np.asarray(layout.unshard(grads)["w"], np.float32), 1)
+
+
+def test_a_batch_of_more_examples_than_int32_counts_can_be_planned():
+    params = {"w": jnp.ones((8, 8))}
+    layout = zerojax.partition(params, zerojax.make_mesh(), zerojax.ZeroConfig(stage=3))
+    tx = zerojax.zero(optax.sgd(0.1), layout)
+    step = zerojax.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), tx, layout)
+    state = zerojax.TrainState.create(layout.shard(params), tx)
+    _, metrics = jax.eval_shape(step, state, jax.ShapeDtypeStruct((2**32, 8), jnp.float32))
+    assert metrics["loss"].shape == metrics["examples"].shape == ()

@@ -31,7 +31,7 @@ from zerojax.plan_records import Plan
 from zerojax.planner import subject_plan
 
 _MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
-_MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install 'zerojax[plan]'"
+_MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,7 +75,8 @@ def check_feedback(feedback: Tree, layout: Layout) -> list[Any]:
     if feedback is None or found != wanted:
         raise ValueError(
             "ZeroConfig(error_feedback=True): pass feedback=zerojax.init_feedback(layout) first and the returned "
-            f"feedback from then on; got shapes {found if feedback is not None else None}, required {wanted}"
+            "feedback from then on (make_train_step: TrainState.create(params, tx, layout=layout)); got shapes "
+            f"{found if feedback is not None else None}, required {wanted}"
         )
     return leaves
 

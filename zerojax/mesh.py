@@ -8,6 +8,7 @@ the user's own works as well, its data axes named by `ZeroConfig.axes`. Knows no
 from __future__ import annotations
 
 import collections
+import difflib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,9 @@ def make_mesh(
     if len(set(devices)) != len(devices):
         raise ValueError(f"make_mesh: the {len(devices)} devices given are not all different")
     hosts = _group_by_host(devices)
+    for name in extra_axes:
+        if meant := difflib.get_close_matches(name, ["num_nodes", "devices_per_node", "axis_types"], 1, cutoff=0.8):
+            raise TypeError(f"make_mesh({name}=...) would be another axis; did you mean {meant[0]}?")
     for name, value in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node), *extra_axes.items()):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"make_mesh({name}={value!r}): a positive integer is required")

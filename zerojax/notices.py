@@ -33,6 +33,8 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
     "secondary has no effect: axis 'local' has one device, and a secondary partition would be the whole weight"
     """
     out: list[str] = []
+    if leaves and not any(p.trainable for p in leaves):
+        out.append("no leaf is trained: `trainable` chose none of the key paths, such as " + leaves[0].path)
     narrow = [axis for axis in config.axes if mesh.shape[axis] == 1]
     if math.prod(mesh.shape[axis] for axis in config.axes) == 1:
         if config.stage:

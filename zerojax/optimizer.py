@@ -103,6 +103,8 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     >>> state.inner[0].mu["w"].addressable_shards[0].data.shape
     (2, 4)
     """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"zero(tx, layout): layout must come from zerojax.partition, got {type(layout).__name__}")
     wrapped = optax.with_extra_args_support(tx)
     layout_id = _fingerprint(layout)
 

@@ -57,6 +57,8 @@ def partition(
     (48, 64)
     """
     config = ZeroConfig() if config is None else config
+    if not isinstance(config, ZeroConfig):
+        raise TypeError(f"partition(params, mesh, config): config must be a ZeroConfig, got {type(config).__name__}")
     check_data_axes(mesh, config.axes)
     separate_collectives_of(mesh)
     paths_and_leaves, treedef = jax.tree_util.tree_flatten_with_path(params)

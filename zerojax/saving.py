@@ -270,5 +270,5 @@ def _orbax() -> tuple[Any, Any]:
         import orbax.checkpoint
         import tensorstore
     except ImportError as err:
-        raise ImportError("zerojax.save and zerojax.restore need Orbax: pip install 'zerojax[checkpoint]'") from err
+        raise ImportError("zerojax.save and zerojax.restore need Orbax: pip install orbax-checkpoint") from err
     return orbax.checkpoint, tensorstore

@@ -171,9 +171,10 @@ def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, ma
 
 
 def _examples(batch: Tree) -> jax.Array:
-    """The number of examples: the leading dim of the batch, that of most of its leaves if they differ."""
+    """The number of examples: the leading dim of the batch, that of most of its leaves if they differ; int32's largest
+    if there are more, as in a plan that looks for the largest batch."""
     sizes = [x.shape[0] for x in jax.tree.leaves(batch) if x.shape]
-    return jnp.int32(max(sizes, key=sizes.count, default=0))
+    return jnp.int32(min(max(sizes, key=sizes.count, default=0), 2**31 - 1))
 
 
 def _wide(x: jax.Array) -> jax.Array:
