@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.bits import bits_of, float_of
+from pallas_kernels.bits import INF, bits_of, float_of, half_of
 
 PLACE = 22
 """Lowest bit of a nibble from `rounded_down`."""
@@ -33,7 +33,7 @@ def nearest(y: jax.Array, level_wanted: bool, subnormals: bool) -> tuple[jax.Arr
         ``(code, level)``: int32 with the nibble in its low bits and arbitrary bits above; float32, or None.
     """
     size = jnp.abs(y)
-    power = jnp.maximum(bits_of(size) & np.int32(0x7F800000), np.int32(0x3F800000))
+    power = jnp.maximum(bits_of(size) & INF, np.int32(0x3F800000))
     total = size + float_of(power + np.int32((22 << 23) + (1 << 22) + 2))
     code = (bits_of(total) + lax.shift_right_logical(power, np.int32(22))) & np.int32(7)
     code = code | (lax.shift_right_logical(bits_of(y), np.int32(28)) & np.int32(~7))
@@ -59,8 +59,7 @@ def rounded_down(
     Returns:
         ``(code, level)``: int32 with the nibble from `PLACE` on and arbitrary bits around it; float32, or None.
     """
-    fraction = lax.shift_right_logical(random, np.uint32(10)) if upper else lax.shift_left(random, np.uint32(6))
-    fraction = lax.bitcast_convert_type(fraction & np.uint32(0x3FFFC0), jnp.int32)
+    fraction = lax.bitcast_convert_type(half_of(random, upper, PLACE - 16), jnp.int32)
     bits = bits_of_size(y, subnormals) + fraction + np.int32(0x20)
     sign = bits_of(signs)
     code = (bits & _SIZE) | (lax.shift_right_logical(sign, np.int32(31 - 3 - PLACE)) & ~_SIZE)

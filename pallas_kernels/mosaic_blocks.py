@@ -21,6 +21,7 @@ from jax import lax
 
 from pallas_kernels import _compat, mosaic_registers, numerics, scale_rounding
 from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.bits import bits_of, float_of
 from pallas_kernels.mosaic_layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
 from pallas_kernels.mosaic_rotate import Stage, rotate_parts, stages
 
@@ -197,7 +198,7 @@ def scales(
     # Interpreted, it is XLA's for a CPU, which drops NaN.
     sizes = [numerics.abs_bits(part) if interpret else jnp.abs(part) for part in parts]
     largest = jnp.max(functools.reduce(jnp.maximum, sizes), axis=rank - 1)
-    largest = numerics.float_of(largest) if interpret else largest
+    largest = float_of(largest) if interpret else largest
     magnitude = numerics.abs_bits(largest * np.float32(1 / unit))
     finite = numerics.is_finite_bits(magnitude)
     mask = jnp.where(finite, np.int32(-1), np.int32(0))
@@ -249,8 +250,8 @@ def store_quantized(
     lossy = None
     if residual_ref is not None:
         nan_mask = jnp.where(mask == 0, np.int32(0x7FC00000), np.int32(0))
-        lossy = numerics.bits_of(effective * np.float32(unit)) & mask | nan_mask
-        lossy = spread(numerics.float_of(lossy), chunk.part_dims, target)
+        lossy = bits_of(effective * np.float32(unit)) & mask | nan_mask
+        lossy = spread(float_of(lossy), chunk.part_dims, target)
     random = None
     if hashed_seed is not None:
         random = numerics.hash_bits(flat_index(chunk.part_dims, chunk.strides, start, target), hashed_seed)
@@ -260,7 +261,7 @@ def store_quantized(
         if mask_bytes:
             y = mosaic_registers.product(part, inverse, target)
         else:
-            y = numerics.float_of(numerics.bits_of(part * inverse) & keep)
+            y = float_of(bits_of(part * inverse) & keep)
         # A part is kept for its residual, and y need not be.
         signs = part if mask_bytes and lossy is not None else None
         code, level = numerics.encode(y, fmt, random, i == 0, lossy is not None, signs, subnormals=not interpret)

@@ -17,10 +17,9 @@ from jax import lax
 
 from pallas_kernels import e2m1
 from pallas_kernels.array import BlockFormat
-from pallas_kernels.bits import bits_of, float_of
+from pallas_kernels.bits import INF, bits_of, float_of, half_of
 
 _ABS = np.int32(0x7FFFFFFF)
-_INF_BITS = np.int32(0x7F800000)
 
 
 def abs_bits(x: jax.Array) -> jax.Array:
@@ -30,7 +29,7 @@ def abs_bits(x: jax.Array) -> jax.Array:
 
 def is_finite_bits(magnitude: jax.Array) -> jax.Array:
     """Whether a magnitude from `abs_bits` is finite."""
-    return magnitude < _INF_BITS
+    return magnitude < INF
 
 
 def reciprocal(x: jax.Array) -> jax.Array:
@@ -62,8 +61,7 @@ def dither(random: jax.Array, upper: bool) -> jax.Array:
     Sixteen bits, because then level + noise is exact in float32 up to 127, so a value on the grid always stays there;
     and because one hash then serves two elements, the j-th of either half of a block.
     """
-    moved = lax.shift_right_logical(random, np.uint32(9)) if upper else lax.shift_left(random, np.uint32(7))
-    kept = (moved & np.uint32(0x7FFF80)) | np.uint32(0x3F800040)
+    kept = half_of(random, upper, 7) | np.uint32(0x3F800040)
     return lax.bitcast_convert_type(kept, jnp.float32) - np.float32(1.5)
 
 
@@ -77,8 +75,7 @@ def rounded_down(y: jax.Array, random: jax.Array, upper: bool) -> tuple[jax.Arra
     Returns:
         ``(code, level)``: int32 whose bits 16..19 are those of the number, and the number in float32.
     """
-    fraction = lax.shift_right_logical(random, np.uint32(16)) if upper else random & np.uint32(0xFFFF)
-    total = bits_of(y + lax.bitcast_convert_type(fraction | np.uint32(0x43200000), jnp.float32))
+    total = bits_of(y + lax.bitcast_convert_type(half_of(random, upper, 0) | np.uint32(0x43200000), jnp.float32))
     return total, float_of(total & np.int32(-0x10000)) - np.float32(160.0)
 
 

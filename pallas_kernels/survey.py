@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import absent_gpu, dequantizing, mosaic_gpu, quantizing, sass
-from pallas_kernels.array import BlockFormat, Levels
+from pallas_kernels.array import TILE, BlockFormat, Levels
 from pallas_kernels.plan import Plan
 
 ELEMENTS = 1 << 20
@@ -127,7 +127,7 @@ def formats() -> Iterator[BlockFormat]:
     for (bits, kind), size, scale, rotate in itertools.product(
         levels, sizes, ("bfloat16", "float8_e4m3fn"), (None, 32, 64)
     ):
-        if (size <= 1024 or scale == "bfloat16") and (rotate or 0) <= size:
+        if (size <= TILE or scale == "bfloat16") and (rotate or 0) <= size:
             yield BlockFormat(bits=bits, block_size=size, scale_dtype=scale, levels=kind, rotate=rotate)
 
 

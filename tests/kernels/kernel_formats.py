@@ -58,6 +58,8 @@ def assert_same_bits(wanted, got):
 INT8 = {"bits": 8, "block_size": 128}
 INT4 = {"bits": 4, "block_size": 256}
 INT4_TILED = {"bits": 4, "block_size": 32, "scale_dtype": E4M3}
+INT8_ONE_BLOCK_A_TILE = {"bits": 8, "block_size": 1024, "scale_dtype": E4M3}
+FP4 = {"bits": 4, "block_size": 64, "levels": "e2m1"}
 FP4_TILED = {"bits": 4, "block_size": 16, "scale_dtype": E4M3, "levels": "e2m1"}
 ROTATED = {"bits": 8, "block_size": 128, "rotate": 32}
 ROTATED_TILED = {**INT4_TILED, "rotate": 32}

@@ -8,8 +8,8 @@ import pathlib
 import subprocess
 import sys
 
+import kernel_formats
 import pytest
-from kernel_formats import E4M3
 
 import pallas_kernels as pk
 from pallas_kernels import _compat, absent_gpu, sass, survey
@@ -17,15 +17,15 @@ from pallas_kernels import _compat, absent_gpu, sass, survey
 pytestmark = pytest.mark.needs_cuda_plugin
 
 Format = pk.BlockFormat
-INT8 = Format(bits=8, block_size=128)
+INT8 = Format(**kernel_formats.INT8)
 INT8_WIDE = Format(bits=8, block_size=2048)
-INT4 = Format(bits=4, block_size=256)
-INT4_TILED = Format(bits=4, block_size=32, scale_dtype=E4M3)
-FP4_TILED = Format(bits=4, block_size=16, scale_dtype=E4M3, levels="e2m1")
-INT8_ONE_BLOCK_A_TILE = Format(bits=8, block_size=1024, scale_dtype=E4M3)
-FP4 = Format(bits=4, block_size=64, levels="e2m1")
-ROTATED = Format(bits=8, block_size=128, rotate=32)
-ROTATED_TILED = Format(bits=4, block_size=32, scale_dtype=E4M3, rotate=32)
+INT8_ONE_BLOCK_A_TILE = Format(**kernel_formats.INT8_ONE_BLOCK_A_TILE)
+INT4 = Format(**kernel_formats.INT4)
+INT4_TILED = Format(**kernel_formats.INT4_TILED)
+FP4 = Format(**kernel_formats.FP4)
+FP4_TILED = Format(**kernel_formats.FP4_TILED)
+ROTATED = Format(**kernel_formats.ROTATED)
+ROTATED_TILED = Format(**kernel_formats.ROTATED_TILED)
 LEAST_IN_FLIGHT = 32 * 1024
 """Bytes that the programs of a multiprocessor read at a time: an H100 moves 25 a nanosecond and multiprocessor, and
 they take somewhat less than a microsecond."""
@@ -37,8 +37,6 @@ class Case(survey.Variant):
 
     registers: int = 64
     issue: float = 1.0
-
-    __str__ = survey.Variant.__str__
 
 
 CASES = [

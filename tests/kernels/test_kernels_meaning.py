@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import kernel_formats
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from kernel_formats import E4M3, FORMATS, PLAIN, by_format, by_plain_format, qui
 
 import pallas_kernels as pk
 from pallas_kernels import e2m1, numerics, reference, scale_rounding
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4 = pk.BlockFormat(**kernel_formats.FP4)
 
 
 @by_plain_format
@@ -32,7 +36,7 @@ def test_quantize_equals_the_definition_in_float64(fmt, rng):
     np.testing.assert_array_equal(scale, np.asarray(reference.effective_scale(q.scale, q.tile_scale, fmt)))
     grid = np.arange(-fmt.qmax, fmt.qmax + 1.0)
     if fmt.levels == "e2m1":
-        grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        grid = E2M1.astype(np.float64)
         grid = np.concatenate([-grid[:0:-1], grid])
     y = blocks / scale[:, None]
     distance = np.abs(y[..., None] - grid)
@@ -178,12 +182,11 @@ def test_rounding_down_keeps_whole_numbers_and_goes_up_as_often_as_the_fraction_
 @pytest.mark.parametrize("upper", [True, False])
 def test_e2m1_keeps_its_levels_and_goes_up_as_often_as_the_fraction_of_a_step_says(upper):
     random = jnp.arange(1 << 16, dtype=jnp.uint32) * np.uint32(0x10001)
-    levels = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    fmt = pk.BlockFormat(bits=4, block_size=16, levels="e2m1")
+    levels = E2M1.tolist()
 
     def rounded(y):
-        code, level = numerics.encode(jnp.float32(y), fmt, random, upper)
-        nibble = np.asarray(code) >> numerics.code_place(fmt, stochastic=True) & 0xF
+        code, level = numerics.encode(jnp.float32(y), FP4, random, upper)
+        nibble = np.asarray(code) >> numerics.code_place(FP4, stochastic=True) & 0xF
         decoded = np.copysign(np.take(levels, nibble & 7), np.where(nibble & 8, -1.0, 1.0))
         np.testing.assert_array_equal(np.asarray(level), decoded)
         np.testing.assert_array_equal(np.signbit(level), np.signbit(decoded))
@@ -303,7 +306,7 @@ def test_e4m3_codes_round_up_and_decode_exactly():
 
 
 @pytest.mark.parametrize("levels", ["integer", "e2m1"])
-def test_scales_are_hardly_too_small_so_that_stochastic_rounding_shrinks_nothing(levels, rng):
+def test_scales_are_hardly_too_small_so_that_stochastic_rounding_shrinks_nothing(levels):
     fmt = pk.BlockFormat(bits=4, block_size=16, scale_dtype=E4M3, levels=levels)
     # Tile scales of every mantissa; blocks of every code and a few units in the last place around it.
     tile = np.arange(128, 256, dtype=np.float32)[:, None, None]
@@ -321,13 +324,11 @@ def test_scales_are_hardly_too_small_so_that_stochastic_rounding_shrinks_nothing
 
 
 def test_both_ways_to_decode_e2m1_are_the_table():
-    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    table = np.concatenate([table, -table])
-    fmt = pk.BlockFormat(bits=4, block_size=16, scale_dtype=E4M3, levels="e2m1")
+    table = np.concatenate([E2M1, -E2M1])
     code = np.arange(256, dtype=np.int32)
     for high in (False, True):
         nibble = code >> 4 if high else code & 15
-        plain, factor = numerics.scaled_level(jnp.asarray(code), fmt, high)
+        plain, factor = numerics.scaled_level(jnp.asarray(code), FP4, high)
         np.testing.assert_array_equal(np.asarray(plain) * np.float32(factor), table[nibble])
         # NumPy keeps subnormal numbers, as GPUs do; XLA on a CPU does not.
         value = np.asarray(e2m1.bits_of_level(jnp.asarray(code), 4 if high else 0)).view(np.float32)
@@ -335,17 +336,15 @@ def test_both_ways_to_decode_e2m1_are_the_table():
 
 
 def test_e2m1_is_rounded_once_to_the_nearest_level():
-    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    middle = (levels[:-1] + levels[1:]) / 2
-    near = (np.concatenate([levels[1:], middle]).view(np.int32)[:, None] + np.arange(-3, 4)).astype(np.int32)
+    middle = (E2M1[:-1] + E2M1[1:]) / 2
+    near = np.concatenate([E2M1[1:], middle]).view(np.int32)[:, None] + np.arange(-3, 4, dtype=np.int32)
     size = np.concatenate([near.view(np.float32).ravel(), np.linspace(0, 6.9, 5000, dtype=np.float32)])
-    above = np.clip(np.searchsorted(levels, size), 1, 7)
-    low, high = levels[above - 1].astype(np.float64), levels[above].astype(np.float64)
+    above = np.clip(np.searchsorted(E2M1, size), 1, 7)
+    low, high = E2M1[above - 1].astype(np.float64), E2M1[above].astype(np.float64)
     even = np.where((above - 1) % 2 == 0, low, high)
     want = np.where(size - low < high - size, low, np.where(size - low > high - size, high, even))
     for sign in (1, -1):
-        fmt = pk.BlockFormat(bits=4, block_size=16, levels="e2m1")
-        code, level = numerics.encode(jnp.asarray(sign * size), fmt)
+        code, level = numerics.encode(jnp.asarray(sign * size), FP4)
         np.testing.assert_array_equal(np.asarray(level), sign * want)
         np.testing.assert_array_equal(np.asarray(e2m1.level(code, 0, subnormals=False)), sign * want)
 

@@ -15,11 +15,12 @@ import numpy as np
 import ptx_machine
 import pytest
 from kernel_formats import (
-    E4M3,
+    FP4,
     FP4_TILED,
     INT4,
     INT4_TILED,
     INT8,
+    INT8_ONE_BLOCK_A_TILE,
     ROTATED,
     ROTATED_TILED,
     STOCHASTIC,
@@ -108,9 +109,6 @@ def both(request, monkeypatch):
     return interpreted
 
 
-INT8_ONE_BLOCK_A_TILE = {"bits": 8, "block_size": 1024, "scale_dtype": E4M3}
-
-
 @pytest.mark.parametrize(
     ("fmt", "dtype"),
     [
@@ -134,9 +132,6 @@ INT8_ONE_BLOCK_A_TILE = {"bits": 8, "block_size": 1024, "scale_dtype": E4M3}
 )
 def test_quantize_equals_the_reference(fmt, dtype, both, rng):
     both(pk.quantize, hard_values(rng, (24, 1024), dtype), **fmt)
-
-
-FP4 = {"bits": 4, "block_size": 64, "levels": "e2m1"}
 
 
 @pytest.mark.parametrize(
