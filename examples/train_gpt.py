@@ -29,8 +29,8 @@ from report import Run, bytes_per_device, make_progress, print_losses, print_mem
 from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax
-from zerojax.comms import predict_traffic
-from zerojax.leaf_uses import leaf_uses
+from zerojax.gather.uses import leaf_uses
+from zerojax.planner.traffic import predict_traffic
 
 # What is stored, and what the matrix products run in.
 PRECISIONS = {

@@ -39,9 +39,8 @@ smaller ones, blocks of 2048 with e4m3 scales.
 
 from pallas_kernels.array import BlockFormat, QuantizedArray
 from pallas_kernels.backend import kernels_preferred, prefer_kernels
-from pallas_kernels.dequantizing import dequantize, dequantize_sum, dequantize_sum_quantize
 from pallas_kernels.message import pack_apart, pack_bytes, unpack_bytes
-from pallas_kernels.quantizing import quantize, quantize_slices
+from pallas_kernels.ops import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
 
 __all__ = [

@@ -5,13 +5,15 @@
     None          per op: the kernel where the program is lowered for CUDA, `KERNELS` names the op, and kernels are
                   proven on that device class or `prefer_kernels` was called; the reference everywhere else
 
-A kernel for an architecture that the compiler does not know aborts the process, hence the gate on the compute
-capability. An explicit request that cannot be met is an error with every reason, never a silent fallback.
+A backend answers a call described in static terms with a `Plan`: how to run it, or every reason why it cannot. A kernel
+for an architecture that the compiler does not know aborts the process, hence the gate on the compute capability. An
+explicit request that cannot be met is an error with every reason, never a silent fallback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -138,3 +140,41 @@ def _concrete_on_cpu(operands: Sequence[Any]) -> list[str]:
         if concrete and any(device.platform == "cpu" for device in leaf.devices()):
             return ["the arrays live on a CPU; use interpret=True there, or implementation='xla'"]
     return []
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a plan with problems was run")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The programs that a kernel runs; with its machine code they say what it costs (`sass`).
+
+    Attributes:
+        count: programs of the grid.
+        elements: of the result that one program makes.
+        trips: how often the loop of a program runs; 1 without a loop.
+        loads_shared: by the bytes of a load, lanes that read the same address, which costs one transaction.
+        stores_shared: the same for stores.
+    """
+
+    count: int
+    elements: int
+    trips: int = 1
+    loads_shared: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    stores_shared: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A kernel for one static description of a call.
+
+    Attributes:
+        problems: why the kernel cannot do the call; empty if it can.
+        run: function of the operands and the keyword ``interpret``.
+        programs: what runs; None where there are problems.
+    """
+
+    problems: tuple[str, ...]
+    run: Callable[..., Any] = _refuse
+    programs: Programs | None = None

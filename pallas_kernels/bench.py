@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels import absent_gpu, backend, mosaic_gpu, sass
+from pallas_kernels import absent_gpu, backend, sass
 from pallas_kernels.absent_gpu import has_nvidia_gpu
+from pallas_kernels.mosaic import gpu as mosaic_gpu
 from pallas_kernels.program_bytes import moved_bytes
 
 SHAPES = {

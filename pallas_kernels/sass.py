@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pallas_kernels.absent_gpu import Gpu
-from pallas_kernels.plan import Programs
+from pallas_kernels.backend import Programs
 
 THREADS, LANES = 128, 32
 ISSUE_LANES = 128

@@ -17,9 +17,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import absent_gpu, dequantizing, mosaic_gpu, quantizing, sass
+from pallas_kernels import absent_gpu, sass
+from pallas_kernels import ops as dequantizing
+from pallas_kernels import ops as quantizing
 from pallas_kernels.array import TILE, BlockFormat, Levels
-from pallas_kernels.plan import Plan
+from pallas_kernels.backend import Plan
+from pallas_kernels.mosaic import gpu as mosaic_gpu
 
 ELEMENTS = 1 << 20
 """Of a leaf, or of each contribution to a sum."""

@@ -7,7 +7,7 @@ import numpy as np
 
 import pallas_kernels
 from zerojax import Placement, QuantFormat
-from zerojax.placement import pad, unpad
+from zerojax.layout.placement import pad, unpad
 
 
 def half_step(largest: Any, fmt: QuantFormat) -> Any:

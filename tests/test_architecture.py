@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import graphlib
 import inspect
 from pathlib import Path
 
@@ -12,43 +13,22 @@ import zerojax
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 400
 
-# Values flow downwards in this list: a module imports only from the lines above its own.
-LAYERS: list[tuple[str, ...]] = [
-    ("_compat", "config", "mesh", "placement", "low_precision_moments", "simulated"),
-    ("notices",),
-    ("layout",),
-    ("partition", "state_sharding", "batches", "feedback", "accumulation", "losses", "model_state"),
-    ("loss_scaling", "nonfinite"),
-    ("collectives",),
-    ("quantized_collectives",),
-    ("stored",),
-    ("secondaries",),
-    ("gather_on_use",),
-    ("backward",),
-    ("local_gradients",),
-    ("gradients",),
-    ("master_weights", "update_checks"),
-    ("whole_matrices",),
-    ("optimizer",),
-    ("train_state",),
-    ("train_step",),
-    ("remat", "saved_leaves"),
-    ("saving",),
-    # Readers of compiled programs and of the layout: nothing above imports them.
-    ("hlo_text", "device_groups", "gpu_facts", "leaf_uses"),
-    ("loop_trips", "gpu_targets"),
-    ("hlo_schedule",),
-    ("compiled_collective", "matmul_flops"),
-    ("compiled_program", "node_share"),
-    ("memory", "comms"),
-    ("plan_time", "plan_models"),
-    ("plan_records", "plan_inputs"),
-    ("plan_compile", "plan_largest", "plan_memory", "plan_traffic", "plan_advice"),
-    ("plan_configs", "plan_report", "plan_picture"),
-    ("planner",),
-    ("cli",),
-]
-LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+# One row a folder, in the order in which values flow: what it is for, and the folders that it may import. "" is the
+# root: the configuration and what differs between JAX versions.
+FOLDERS: dict[str, tuple[str, set[str]]] = {
+    "": ("configuration, JAX versions", set()),
+    "layout": ("where leaves live", {""}),
+    "collectives": ("how leaves move", {"", "layout"}),
+    "gather": ("gather on use", {"", "layout", "collectives"}),
+    "gradients": ("loss to gradients", {"", "layout", "collectives", "gather"}),
+    "optimizer": ("optax on shards", {"", "layout"}),
+    "training": ("step and state", {"", "layout", "gradients", "optimizer"}),
+    "checkpoints": ("state on disk", {"", "layout", "gradients", "optimizer", "training"}),
+    "hlo": ("reads compiled programs", set()),
+}
+FOLDERS["planner"] = ("predicts a step", FOLDERS.keys() - {"checkpoints"})
+# The faces: they hand on names of the folders.
+FACES = ("zerojax/__init__.py", "zerojax/__main__.py")
 
 
 def sources(*packages: str) -> list[Path]:
@@ -71,9 +51,25 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-def siblings(path: Path) -> set[str]:
-    """The modules of zerojax that a module of zerojax imports, and whatever else it takes from the package."""
-    return {f"{name}.".split(".")[1] for name in imported_modules(path) if name.split(".")[0] == "zerojax"}
+def folder_of(name: str) -> str:
+    """The folder of zerojax that holds a module, by its dotted name: "" for the root."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and (ROOT / "zerojax" / parts[1]).is_dir() else ""
+
+
+def zerojax_imports(path: Path) -> set[str]:
+    """Dotted names that a file of zerojax takes from the package."""
+    return {name for name in imported_modules(path) if name.split(".")[0] == "zerojax"}
+
+
+def module_of(name: str) -> Path | None:
+    """The file behind the dotted name of a module, or of something in it."""
+    parts = name.split(".")
+    for length in (len(parts), len(parts) - 1):
+        path = ROOT.joinpath(*parts[:length]).with_suffix(".py")
+        if path.is_file():
+            return path
+    return None
 
 
 def names_used(path: Path) -> set[str]:
@@ -84,16 +80,28 @@ def names_used(path: Path) -> set[str]:
     return {ast.unparse(node) for node in attributes}
 
 
-RUNTIME = [path for path in sources("zerojax") if path.stem not in ("__init__", "__main__")]
+RUNTIME = [path for path in sources("zerojax") if str(path.relative_to(ROOT)) not in FACES]
 
 
-@pytest.mark.parametrize("path", RUNTIME, ids=lambda path: path.stem)
-def test_a_module_imports_only_from_the_layers_before_it(path):
-    assert path.stem in LEVEL, f"{path.stem} has no place yet: give it one in LAYERS"
-    unplaced = siblings(path) - LEVEL.keys()
-    assert not unplaced, f"{path.stem} imports {sorted(unplaced)} from the package itself: import from the module"
-    back = [name for name in siblings(path) if LEVEL[name] >= LEVEL[path.stem]]
-    assert not back, f"{path.stem} imports from its own layer or a later one: {sorted(back)}"
+def test_every_folder_has_a_row_and_says_what_it_is_for():
+    found = {path.name for path in (ROOT / "zerojax").iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert found == FOLDERS.keys() - {""}
+    for folder in found:
+        assert ast.get_docstring(ast.parse((ROOT / "zerojax" / folder / "__init__.py").read_text()))
+
+
+@pytest.mark.parametrize("path", RUNTIME, ids=lambda path: str(path.relative_to(ROOT / "zerojax")))
+def test_a_folder_imports_only_from_those_of_its_row(path):
+    folder = folder_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    _, allowed = FOLDERS[folder]
+    for name in zerojax_imports(path):
+        assert module_of(name) not in (None, ROOT / "zerojax/__init__.py"), f"{path} imports {name}: name its module"
+        assert folder_of(name) in allowed | {folder}, f"{folder}/{path.name} imports {name}, which is not in its row"
+
+
+def test_no_imports_go_round_in_a_circle():
+    imports = {path: {module_of(name) for name in zerojax_imports(path)} & set(RUNTIME) for path in RUNTIME}
+    assert tuple(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
 
 
 @pytest.mark.parametrize("path", sources("zerojax", "pallas_kernels", "examples", "tests"), ids=lambda p: p.stem)
@@ -112,8 +120,11 @@ def test_kernels_know_nothing_of_zerojax():
 
 def test_only_what_sends_or_stores_blocks_imports_the_kernels():
     # Blocks are sent by the collectives and stored by the moments; no other module knows that they exist.
-    users = {path.stem for path in sources("zerojax") if any("pallas" in name for name in imported_modules(path))}
-    assert users == {"quantized_collectives", "low_precision_moments"}
+    def uses(path: Path) -> bool:
+        return any("pallas" in name for name in imported_modules(path))
+
+    users = {str(path.relative_to(ROOT / "zerojax")) for path in sources("zerojax") if uses(path)}
+    assert users == {"collectives/quantized.py", "optimizer/moments.py"}
 
 
 def test_only_compat_decides_by_the_version_of_jax():
@@ -131,7 +142,7 @@ def public_functions() -> list[tuple[str, object]]:
 
 
 def test_what_is_public_is_what_all_names():
-    modules = {path.stem for path in RUNTIME}
+    modules = {path.stem for path in RUNTIME} | FOLDERS.keys()
     visible = {name for name in vars(zerojax) if not name.startswith("_") and name not in modules}
     assert visible <= set(zerojax.__all__)
 

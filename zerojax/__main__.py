@@ -2,7 +2,7 @@
 
 import sys
 
-from zerojax.cli import main
+from zerojax.planner.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

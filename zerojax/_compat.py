@@ -1,6 +1,6 @@
 """Everything that differs between the supported JAX versions (0.10 to 0.12), and nothing else.
 
-The evaluator of `zerojax.gather_on_use` reads jaxprs, whose internals move between versions. Each function here hides
+The evaluator of `zerojax.gather.evaluate` reads jaxprs, whose internals move between versions. Each function here hides
 one such move behind the form of the newest version; the rest of the package never asks which version it runs on.
 Differences are recognised by what an object offers, not by a version number, so that a release in between works too.
 """

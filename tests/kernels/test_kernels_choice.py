@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, backend, mosaic_gpu, survey
+from pallas_kernels import _compat, absent_gpu, backend, survey
+from pallas_kernels.mosaic import gpu as mosaic_gpu
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 1024)), jnp.float32)
 KERNEL_MARK = "mosaic_gpu"

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from kernel_formats import assert_same_bits, quick
 
-from pallas_kernels import mosaic_rotate, reference
-from pallas_kernels.mosaic_layout import layout, split_threads
+from pallas_kernels import reference
+from pallas_kernels.mosaic import rotate as mosaic_rotate
+from pallas_kernels.mosaic.layout import layout, split_threads
 
 # Dims of a part, consecutive elements, parts, rotated block, width: what plans of the kernels come to.
 CASES = [

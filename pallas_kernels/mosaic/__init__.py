@@ -1,0 +1,1 @@
+"""The kernels themselves: block quantisation written for Pallas's Mosaic GPU backend, imported on first use."""

@@ -1,0 +1,351 @@
+"""The public ops: quantise an array into blocks, and from received blocks back to values.
+
+An op checks its arguments, describes the call in static terms, and hands it to the resolver with the reference and the
+kernel. Rounding, scales and layouts are defined in `reference` and `array`; nothing here computes a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import backend, numerics, reference, slices
+from pallas_kernels.array import BlockFormat, Levels, QuantizedArray, Rounding, check_float, check_output_dtype
+from pallas_kernels.backend import Plan
+from pallas_kernels.mosaic import gpu as mosaic_gpu
+
+
+def hashed_seed_of(rounding: str, seed: jax.Array | int | None) -> jax.Array | None:
+    """The seed of the dither, or None to round half to even; ValueError where the two arguments contradict."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if (rounding == "stochastic") != (seed is not None):
+        state = "needs a seed (an integer or a uint32 scalar)" if seed is None else "takes no seed"
+        raise ValueError(f"rounding={rounding!r} {state}, got seed={seed!r}")
+    if seed is None:
+        return None
+    value = jnp.asarray(np.uint32(seed & 0xFFFFFFFF) if isinstance(seed, int) else seed)
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"seed must be an integer scalar, got {value.dtype}{list(value.shape)}")
+    return numerics.hash_seed(value)
+
+
+def quantize(
+    x: jax.Array,
+    *,
+    bits: int = 8,
+    block_size: int = 128,
+    scale_dtype: Any = "bfloat16",
+    levels: Levels = "integer",
+    rotate: int | None = None,
+    rounding: Rounding = "nearest",
+    seed: jax.Array | int | None = None,
+    with_residual: bool = False,
+    implementation: backend.Implementation | None = None,
+    interpret: bool = False,
+) -> Any:
+    """Quantises an array in blocks of its row-major order.
+
+    Args:
+        x: local array of any shape, float32, bfloat16 or float16.
+        bits: 8 or 4.
+        block_size: elements per scale, a power of two in 16..2048; the tail is padded with zeros.
+        scale_dtype: bfloat16, or float8_e4m3fn under one bfloat16 scale per tile of 1024 elements.
+        levels: "integer", or "e2m1" (fp4) with 4 bits.
+        rotate: None, 32 or 64: Hadamard rotation inside each block before quantising.
+        rounding: "nearest" (half to even) or "stochastic" (counter hash of seed and index).
+        seed: integer scalar, required by (and only allowed with) stochastic rounding. Fold the device's index in where
+            devices must draw differently.
+        with_residual: also return ``x - dequantize(q)`` in ``x``'s dtype and shape.
+        implementation: None (chosen at lowering), "xla" or "mosaic_gpu".
+        interpret: run the kernel in interpret mode; only with "mosaic_gpu".
+
+    Returns:
+        A `QuantizedArray` without lead dimensions, or ``(QuantizedArray, residual)``.
+
+    Raises:
+        ValueError: an argument is outside its choices, or ``x`` is not a float array.
+        NotImplementedError: the implementation asked for cannot do this call here.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import dequantize
+    >>> q = quantize(jnp.array([0.0, -1.0, 0.25]), block_size=16)
+    >>> q.qvalue.shape, dequantize(q).shape
+    ((1, 16), (3,))
+    """
+    x = jnp.asarray(x)
+    fmt = BlockFormat(bits=bits, block_size=block_size, scale_dtype=scale_dtype, levels=levels, rotate=rotate)
+    hashed = hashed_seed_of(rounding, seed)
+    q, residual = _quantize(x, None, (), fmt, hashed, with_residual, implementation, interpret)
+    return (q, residual) if with_residual else q
+
+
+def quantize_slices(
+    x: jax.Array,
+    *,
+    dim: int,
+    num_slices: int | Sequence[int],
+    bits: int = 8,
+    block_size: int = 128,
+    scale_dtype: Any = "bfloat16",
+    levels: Levels = "integer",
+    rotate: int | None = None,
+    rounding: Rounding = "nearest",
+    seed: jax.Array | int | None = None,
+    with_residual: bool = False,
+    implementation: backend.Implementation | None = None,
+    interpret: bool = False,
+) -> Any:
+    """Quantises the slices of a leaf, written in destination order: ready for an all-to-all over the lead dimension.
+
+    Args:
+        x: local leaf, float32, bfloat16 or float16; its dimension ``dim`` is cut.
+        dim: the dimension to cut.
+        num_slices: destinations D, or a tuple of them (local, node): lead dimensions of the result, outermost first.
+            Slice ``d0 * D1 + d1`` is the contiguous range of that index. Blocks never cross a slice.
+        bits: see `quantize`, as for all other arguments.
+
+    Returns:
+        A `QuantizedArray` with lead ``num_slices`` whose ``shape`` is that of one slice, or
+        ``(QuantizedArray, residual)`` with a residual shaped like ``x``.
+
+    Raises:
+        ValueError: as `quantize`, or the slices do not divide the dimension.
+        NotImplementedError: as `quantize`.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import dequantize
+    >>> q = quantize_slices(jnp.ones((4, 64)), dim=1, num_slices=2, block_size=32)
+    >>> q.lead, q.shape, dequantize(q, merge_dim=1).shape
+    ((2,), (4, 32), (4, 64))
+    """
+    x = jnp.asarray(x)
+    lead, _ = slices.slice_shape(x.shape, dim, num_slices)
+    fmt = BlockFormat(bits=bits, block_size=block_size, scale_dtype=scale_dtype, levels=levels, rotate=rotate)
+    hashed = hashed_seed_of(rounding, seed)
+    q, residual = _quantize(x, dim % x.ndim, lead, fmt, hashed, with_residual, implementation, interpret)
+    return (q, residual) if with_residual else q
+
+
+def _quantize(
+    x: jax.Array,
+    dim: int | None,
+    lead: tuple[int, ...],
+    fmt: BlockFormat,
+    hashed_seed: jax.Array | None,
+    with_residual: bool,
+    implementation: str | None,
+    interpret: bool,
+) -> tuple[QuantizedArray, jax.Array | None]:
+    check_float(x)
+    shape = x.shape if dim is None else slices.slice_shape(x.shape, dim, lead)[1]
+
+    def plain(x: jax.Array, hashed_seed: jax.Array | None) -> tuple[Any, ...]:
+        cut = x if dim is None else slices.to_slices(x, dim, lead)
+        blocks = slices.to_blocks(cut.astype(jnp.float32), fmt, len(lead))
+        blocks = reference.rotate(blocks, fmt.rotate)
+        *stored, residual = reference.quantize_blocks(blocks, fmt, hashed_seed, with_residual)
+        if residual is not None:
+            residual = slices.from_blocks(reference.rotate(residual, fmt.rotate), shape).astype(x.dtype)
+            residual = residual if dim is None else slices.from_slices(residual, dim, len(lead))
+        return (*stored, residual)
+
+    plan = mosaic_gpu.plan_quantize(x.shape, x.dtype, dim, lead, fmt, hashed_seed is not None, with_residual)
+    qvalue, scale, tile_scale, residual = backend.run(
+        "quantize", implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
+    )
+    return QuantizedArray(qvalue, scale, tile_scale, fmt, tuple(shape), x.dtype.name), residual
+
+
+def dequantize(
+    q: QuantizedArray,
+    *,
+    dtype: Any = None,
+    merge_dim: int | None = None,
+    implementation: backend.Implementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Levels times scales, rotated back, without the padding.
+
+    Args:
+        q: a record with any lead dimensions.
+        dtype: float32, bfloat16 or float16; default: the dtype that was quantised. Values that rounding pushed past
+            the largest finite number of the dtype are that number.
+        merge_dim: if given, merge all lead dimensions into this dimension of the slice (the inverse of
+            `quantize_slices`; the leaf of a gather of shards).
+        implementation: see `quantize`. Without a rotation XLA's program moves the ideal bytes already and there is no
+            kernel.
+        interpret: see `quantize`.
+
+    Returns:
+        ``[*lead, *shape]``, or the leaf if ``merge_dim`` is given. NaN throughout a block that held NaN or Inf.
+
+    Raises:
+        ValueError: the record is inconsistent (say, a scale of the wrong shape) or the dtype is not a float.
+        NotImplementedError: as `quantize`.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import quantize
+    >>> dequantize(quantize(jnp.array([127.0, -3.0])), dtype="float32").tolist()
+    [127.0, -3.0]
+    """
+    q.validate()
+    dtype = check_output_dtype(q.dtype if dtype is None else dtype)
+
+    def plain(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None) -> jax.Array:
+        blocks = reference.dequantize_blocks(qvalue, scale, tile_scale, q.format)
+        values = slices.from_blocks(reference.rotate(blocks, q.format.rotate), q.shape)
+        largest = np.float32(jnp.finfo(dtype).max)
+        values = jnp.minimum(jnp.maximum(values, -largest), largest)
+        return values.astype(dtype)
+
+    if q.format.rotate is None:
+        plan = Plan(("without a rotation XLA already moves the ideal bytes, there is no kernel; use 'xla'",))
+    else:
+        # A sum of one contribution.
+        plan = mosaic_gpu.plan_sum((1, *q.lead), q.shape, q.format, dtype, 1.0, clamp=True)
+    stored = (q.qvalue, q.scale, q.tile_scale)
+
+    def kernel(*stored: jax.Array | None, interpret: bool) -> jax.Array:
+        return plan.run(*jax.tree.map(lambda a: a[None], stored), interpret=interpret)
+
+    values = backend.run("dequantize", implementation, interpret, plan.problems, plain, kernel, *stored)
+    return values if merge_dim is None else slices.from_slices(values, merge_dim, len(q.lead))
+
+
+def _contributions(q: QuantizedArray, axis: int) -> tuple[QuantizedArray, int]:
+    """The record with the summed lead dimension first, and its size."""
+    q.validate()
+    if not q.lead:
+        raise ValueError("q has no lead dimension to sum over; stack the contributions first")
+    if not -len(q.lead) <= axis < len(q.lead):
+        raise ValueError(f"axis must be in {-len(q.lead)}..{len(q.lead) - 1} for lead dimensions {q.lead}, got {axis}")
+    axis %= len(q.lead)
+    if q.lead[axis] < 1:
+        raise ValueError(f"there is nothing to sum: lead dimension {axis} of {q.lead} is empty")
+    return (q if axis == 0 else jax.tree.map(lambda a: jnp.moveaxis(a, axis, 0), q)), q.lead[axis]
+
+
+def dequantize_sum(
+    q: QuantizedArray,
+    *,
+    axis: int = 0,
+    dtype: Any = "float32",
+    mean: bool = False,
+    implementation: backend.Implementation | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Sum over one lead dimension (the received contributions), accumulated in float32 in index order.
+
+    Args:
+        q: a record with at least one lead dimension; typically 2-64 contributions.
+        axis: the lead dimension to sum.
+        dtype: of the result.
+        mean: divide by the number of contributions (multiply by its float32 reciprocal).
+        implementation: see `quantize`.
+        interpret: see `quantize`.
+
+    Returns:
+        ``[*other_lead, *shape]``, rotated back once, after the sum. NaN wherever any contribution is.
+
+    Raises:
+        ValueError: the record is inconsistent, has no such lead dimension, or the dtype is not a float.
+        NotImplementedError: as `quantize`.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import quantize_slices
+    >>> q = quantize_slices(jnp.full((4, 16), 127.0), dim=0, num_slices=4, block_size=16)
+    >>> dequantize_sum(q).shape, float(dequantize_sum(q)[0, 0])
+    ((1, 16), 508.0)
+    """
+    q, count = _contributions(q, axis)
+    dtype = check_output_dtype(dtype)
+    factor = 1.0 / count if mean else 1.0
+
+    def plain(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None) -> jax.Array:
+        total = reference.sum_blocks(qvalue, scale, tile_scale, q.format)
+        return slices.from_blocks(reference.rotate(total, q.format.rotate, factor), q.shape).astype(dtype)
+
+    plan = mosaic_gpu.plan_sum(q.lead, q.shape, q.format, dtype, factor)
+    return backend.run(
+        "dequantize_sum", implementation, interpret, plan.problems, plain, plan.run, q.qvalue, q.scale, q.tile_scale
+    )
+
+
+def dequantize_sum_quantize(
+    q: QuantizedArray,
+    *,
+    axis: int = 0,
+    bits: int = 4,
+    block_size: int = 128,
+    scale_dtype: Any = "bfloat16",
+    levels: Levels = "integer",
+    rotate: int | None = None,
+    rounding: Rounding = "nearest",
+    seed: jax.Array | int | None = None,
+    mean: bool = False,
+    addend: jax.Array | None = None,
+    with_residual: bool = False,
+    implementation: backend.Implementation | None = None,
+    interpret: bool = False,
+) -> Any:
+    """The middle of the two-hop reduction: sum the contributions of hop 1, quantise the sum for hop 2.
+
+    Equals ``quantize(dequantize_sum(q, axis=axis, mean=mean) + addend, ...)`` slice by slice, without writing the sum
+    to memory; when both formats rotate alike, the sum is not rotated back and forth either.
+
+    Args:
+        q: contributions, as in `dequantize_sum`.
+        axis: the lead dimension to sum; the others stay and become the slices of hop 2.
+        bits: of the result, as are ``block_size``, ``scale_dtype``, ``levels``, ``rotate``, ``rounding``, ``seed``.
+        mean: divide the sum by the number of contributions.
+        addend: ``[*other_lead, *shape]`` float, added before quantising (the carried residual of error feedback).
+        with_residual: also return what quantising lost, float32 ``[*other_lead, *shape]``.
+        implementation: see `quantize`.
+        interpret: see `quantize`.
+
+    Returns:
+        A `QuantizedArray` with the other lead dimensions and dtype float32, or ``(QuantizedArray, residual)``.
+
+    Raises:
+        ValueError: as `dequantize_sum` and `quantize`, or ``addend`` has the wrong shape or dtype.
+        NotImplementedError: as `quantize`.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import quantize_slices
+    >>> q = quantize_slices(jnp.ones((8, 32)), dim=0, num_slices=(2, 4), block_size=32)
+    >>> dequantize_sum_quantize(q, block_size=32).lead
+    (4,)
+    """
+    fmt = BlockFormat(bits=bits, block_size=block_size, scale_dtype=scale_dtype, levels=levels, rotate=rotate)
+    hashed_seed = hashed_seed_of(rounding, seed)
+    q, count = _contributions(q, axis)
+    factor = 1.0 / count if mean else 1.0
+    if addend is not None:
+        check_float(addend, "addend")
+        if addend.shape != (*q.lead[1:], *q.shape):
+            raise ValueError(f"addend must have shape {(*q.lead[1:], *q.shape)}, got {addend.shape}")
+
+    def plain(
+        qvalue: jax.Array,
+        scale: jax.Array,
+        tile_scale: jax.Array | None,
+        addend: jax.Array | None,
+        hashed_seed: jax.Array | None,
+    ) -> tuple[Any, ...]:
+        total = reference.sum_blocks(qvalue, scale, tile_scale, q.format)
+        return reference.requantize_blocks(total, q.shape, q.format, fmt, factor, addend, hashed_seed, with_residual)
+
+    addend_dtype = None if addend is None else addend.dtype
+    stochastic = hashed_seed is not None
+    plan = mosaic_gpu.plan_sum_quantize(q.lead, q.shape, q.format, fmt, factor, stochastic, addend_dtype, with_residual)
+    qvalue, scale, tile_scale, residual = backend.run(
+        "dequantize_sum_quantize", implementation, interpret, plan.problems, plain, plan.run,
+        q.qvalue, q.scale, q.tile_scale, addend, hashed_seed,
+    )  # fmt: skip
+    result = QuantizedArray(qvalue, scale, tile_scale, fmt, q.shape, "float32")
+    return (result, residual) if with_residual else result

@@ -1,0 +1,193 @@
+"""How a placed leaf moves: gather a weight, reduce a gradient, over the data axes of `shard_map`.
+
+`Collectives` is a record of pure functions over (local array, Placement), so that plain and quantised versions are
+interchangeable values. The plain gather runs over "node" first and then over "local": with slices in local-major order
+each hop concatenates contiguous chunks, and every byte crosses into a node once. The reduction is its mirror image.
+Costs stand beside the code, in bytes received per device. Knows nothing of trees, stages or where it is called from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zerojax.layout.placement import Placement, pad, unpad
+
+Sizes = Mapping[str, int]
+Held = Any
+
+
+class Collectives(NamedTuple):
+    """Movement of one leaf, as values.
+
+    Attributes:
+        gather: (local shard, placement) -> the full logical leaf on this device, in the shard's dtype.
+        secondary: (local shard, placement, stack) -> the node-local secondary partition, as a pytree whose arrays have
+            the first `stack` dims of the shard as leading dims; or None where there is no secondary. Gathered over all
+            data axes but the innermost (arXiv 2306.10209, section 3.2).
+        gather_secondary: (secondary, placement) -> the full logical leaf, over the innermost axis only.
+        reduce: (full logical leaf, placement) -> this device's shard of the sum over all devices; for a replicated leaf
+            the sum itself.
+        reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what
+            this one lost); the losses are those of this device's chunk in the hop between nodes, zero if unquantised.
+        gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis.
+        reduce_bytes: the same for `reduce`.
+    """
+
+    gather: Callable[[jax.Array, Placement], jax.Array]
+    secondary: Callable[[jax.Array, Placement, int], Held] | None
+    gather_secondary: Callable[[Held, Placement], jax.Array]
+    reduce: Callable[[jax.Array, Placement], jax.Array]
+    reduce_with_feedback: Callable[[jax.Array, jax.Array, Placement], tuple[jax.Array, jax.Array]]
+    gather_bytes: Callable[[Placement, Sizes], dict[str, int]]
+    reduce_bytes: Callable[[Placement, Sizes], dict[str, int]]
+
+
+def plain_collectives(
+    other_axes: tuple[str, ...] = (), grad_dtype: str | None = None, *, secondary: bool = False
+) -> Collectives:
+    """Unquantised collectives; the wire carries the dtype of the operand (2 bytes for bfloat16 on every backend).
+
+    Args:
+        other_axes: mesh axes left to the compiler. A collective on an array that the compiler has split over such an
+            axis would gather it there first, so each one runs in a nested `shard_map` over these axes.
+        grad_dtype: dtype on the wire of `reduce`; None, and a complex gradient, keep the gradient's own.
+        secondary: whether weights keep a node-local secondary partition for the backward pass.
+    """
+
+    def gather(shard: jax.Array, placement: Placement) -> jax.Array:
+        return _gather_over(placement.axes, shard, placement)
+
+    def make_secondary(shard: jax.Array, placement: Placement, stack: int) -> jax.Array:
+        held = within_other_axes(lambda x: _gather(x, placement, placement.axes[:-1]), placement, other_axes)
+        return held(shard)
+
+    def gather_secondary(held: jax.Array, placement: Placement) -> jax.Array:
+        return _gather_over(placement.axes[-1:], held, placement)
+
+    def _gather_over(axes: tuple[str, ...], shard: jax.Array, placement: Placement) -> jax.Array:
+        if not placement.is_sharded:
+            return shard
+        full = within_other_axes(lambda x: _gather(x, placement, axes), placement, other_axes)(shard)
+        return unpad(full, placement)
+
+    def wire_dtype(dtype: np.dtype) -> np.dtype:
+        real = jnp.issubdtype(dtype, jnp.floating)  # a complex gradient would lose its imaginary part
+        return jnp.dtype(grad_dtype) if grad_dtype is not None and real else dtype
+
+    def reduce(full: jax.Array, placement: Placement) -> jax.Array:
+        dtype = full.dtype
+        wire = full.astype(wire_dtype(dtype))
+        summed = within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(wire, placement))
+        return summed.astype(dtype)
+
+    def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+        return _reduce_bytes(placement.with_dtype(wire_dtype(placement.dtype)), sizes)
+
+    def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
+        return reduce(full, placement), jnp.zeros_like(feedback)
+
+    return Collectives(
+        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_with_feedback, gather_bytes,
+        reduce_bytes,
+    )  # fmt: skip
+
+
+def identity_gather(collectives: Collectives) -> Collectives:
+    """The same reductions for parameters that are whole on every device (stages 1 and 2)."""
+    return collectives._replace(
+        gather=lambda full, placement: full, secondary=None, gather_bytes=lambda placement, sizes: {}
+    )
+
+
+def unreduced(collectives: Collectives) -> Collectives:
+    """The same gathers for gradients that stay whole on each device, to be summed and reduced later."""
+    return collectives._replace(
+        reduce=lambda full, placement: full, reduce_bytes=lambda placement, sizes: {}
+    )
+
+
+def within_other_axes(
+    fn: Callable[[Any], Any],
+    placement: Placement,
+    other_axes: tuple[str, ...],
+    in_spec: Any = None,
+    out_spec: Any = None,
+) -> Callable[[Any], Any]:
+    """Makes the compiler-managed axes manual too, each device keeping its own part of the leaf along them.
+
+    Args:
+        fn: the movement, of one array or pytree.
+        placement: of the leaf.
+        other_axes: the axes; with none, `fn` is returned as it is.
+        in_spec: PartitionSpec of the argument over these axes; None: the leaf's own.
+        out_spec: the same of the result.
+    """
+    if not other_axes:
+        return fn
+    spec = placement.model_spec
+    return jax.shard_map(
+        fn,
+        in_specs=(spec if in_spec is None else in_spec,),
+        out_specs=spec if out_spec is None else out_spec,
+        axis_names=set(other_axes),
+        check_vma=False,
+    )
+
+
+def _gather(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """All-gather along the placement's dim, outermost axis first; local to local (padded)."""
+    assert placement.dim is not None
+    bits = _as_bits(shard)
+    for axis in axes:
+        bits = lax.all_gather(bits, axis, axis=placement.dim, tiled=True)
+    return _from_bits(bits, shard.dtype)
+
+
+def _reduce(full: jax.Array, placement: Placement) -> jax.Array:
+    """Reduce-scatter along the placement's dim, innermost axis first; an all-reduce for a replicated leaf."""
+    if placement.dim is None:
+        return lax.psum(full, placement.axes)
+    for axis in reversed(placement.axes):
+        full = lax.psum_scatter(full, axis, scatter_dimension=placement.dim, tiled=True)
+    return full
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Two-byte floats as uint16: the wire stays 2 bytes wide and no cast can move across the collective."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
+        return lax.bitcast_convert_type(x, jnp.uint16)
+    return x
+
+
+def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def gather_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+    """An all-gather over an axis of size n receives (n - 1) parts of what the device holds before it."""
+    return grown_bytes(placement.shard_bytes, placement, sizes)
+
+
+def grown_bytes(held: int, placement: Placement, sizes: Sizes) -> dict[str, int]:
+    """Bytes received per device, by axis, when `held` bytes are gathered over the placement's axes in turn."""
+    received: dict[str, int] = {}
+    if placement.is_sharded:
+        for axis in placement.axes:
+            received[axis] = held * (sizes[axis] - 1)
+            held *= sizes[axis]
+    return received
+
+
+def _reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+    """A reduce-scatter mirrors the gather; an all-reduce of n devices receives 2 (n - 1) / n of the leaf."""
+    if placement.is_sharded:
+        return gather_bytes(placement, sizes)
+    n = math.prod(sizes[axis] for axis in placement.axes)
+    return {"+".join(placement.axes): 2 * placement.full_bytes * (n - 1) // n}

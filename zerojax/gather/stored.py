@@ -1,0 +1,291 @@
+"""A parameter in stored form while the loss is evaluated, and the one operation that uses it.
+
+`use` is the heart of stage 3 (arXiv 1910.02054, section 7.2.2): it gathers the shards, applies an operation, and keeps
+only the *shards* for the backward pass, which gathers again and applies the operation's own VJP. The full weight can
+therefore never become a residual, with or without activation checkpointing. The gradient leaves through a full-shaped
+*placeholder* that costs nothing: all uses of a parameter in one scope add up there and are reduced once, in the dtype
+of the compute. Knows nothing of jaxprs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zerojax.collectives.plain import Collectives
+from zerojax.layout.placement import Placement
+
+Op = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """A cast in a view: unlike an operation on shapes, it applies to one layer of a stack as it does to the stack."""
+
+    dtype: np.dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Casts a full array, of the stack or of one layer."""
+        return lax.convert_element_type(x, self.dtype)
+
+
+class Scope:
+    """One region of the program in which the uses of a parameter share a placeholder.
+
+    The body of a loop, the inside of a checkpointed function and the top level are scopes of their own.
+
+    Attributes:
+        collectives: how leaves move.
+        barrier: whether the backward gather must be kept apart from the forward one. True at the top level, where the
+            compiler would merge them and keep the full weight alive in between; inside a loop body they lie in
+            different loops, and under activation checkpointing recomputation and VJP should share one gather.
+        min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
+        fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
+        keeps_values: whether what is computed here waits for the backward pass: not under activation checkpointing, nor
+            where there is none.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        *,
+        barrier: bool = True,
+        min_loop_size: int = 0,
+        fed_back: dict[str, object] | None = None,
+        keeps_values: bool = False,
+    ) -> None:
+        self.collectives = collectives
+        self.keeps_values = keeps_values
+        self.fed_back = {} if fed_back is None else fed_back
+        self.barrier = barrier
+        self.min_loop_size = min_loop_size
+        self._casts: dict[tuple[int, np.dtype], Stored] = {}
+        self._secondaries: dict[int, Stored] = {}
+        self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
+
+    def nested(self, *, checkpointed: bool = False) -> Scope:
+        """A scope for the body of a loop or of a checkpointed function."""
+        return Scope(
+            self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
+            keeps_values=self.keeps_values and not checkpointed,
+        )  # fmt: skip
+
+    def enter(
+        self,
+        shard: Any,
+        slot: jax.Array | None,
+        placement: Placement,
+        *,
+        feedback: jax.Array | None = None,
+        secondary_stack: int | None = None,
+    ) -> Stored:
+        """A parameter of this scope; `slot` is the shard-shaped input whose cotangent is the reduced gradient."""
+        holder = None if slot is None else _placeholder(slot, feedback, placement, self)
+        aval = jax.ShapeDtypeStruct(placement.shape, placement.dtype)
+        return Stored(self, shard, slot, placement, holder, (), aval, feedback, secondary_stack=secondary_stack)
+
+    def cast(self, stored: Stored, dtype: np.dtype) -> Stored:
+        """The parameter in a narrower dtype, cast before it is gathered; the same cast twice is one parameter."""
+        key = (id(stored.root), jnp.dtype(dtype))
+        if key not in self._casts:
+            shard, slot, _ = stored.map_shards(lambda x: lax.convert_element_type(x, dtype))
+            placement = stored.placement.with_dtype(dtype)
+            self._casts[key] = self.enter(shard, slot, placement, feedback=stored.feedback)
+            self._alive.append(stored.root)
+        return self._casts[key].with_view_of(stored)
+
+    def secondary(self, stored: Stored, stack: int = 0) -> Stored:
+        """The parameter held as its node-local secondary partition, made once in this scope.
+
+        Without a secondary partition, the parameter as it is. `stack` counts leading dims that will be scanned over.
+        """
+        make = self.collectives.secondary
+        if make is None or stored.is_secondary or not stored.placement.is_sharded:
+            return stored
+        root = stored.root
+        if id(root) not in self._secondaries:
+            held = make(lax.stop_gradient(root.shard), root.placement, stack)
+            self._secondaries[id(root)] = dataclasses.replace(root, shard=held, secondary_stack=stack)
+            self._alive.append(root)
+        return self._secondaries[id(root)].with_view_of(stored)
+
+
+@dataclasses.dataclass(eq=False)
+class Stored:
+    """A parameter inside a scope: what is held, and the view of it that the program has reached.
+
+    Attributes:
+        scope: the scope it belongs to.
+        shard: what this device holds: the local shard at stage 3, the full leaf at stage 2, or the secondary partition.
+        slot: local, of the shard's shape; carries the gradient out. None: no gradient is wanted. Often `shard` itself.
+        placement: placement of the leaf as this scope sees it.
+        placeholder: full-shaped, after the view; its cotangent is summed over uses and reduced once.
+        view: shape-only operations applied after the gather.
+        aval: shape and dtype after the view, as the program sees the parameter.
+        feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
+        origin: the parameter before the view, or None.
+        secondary_stack: None for a shard; for a secondary partition, its number of leading dims to be scanned over.
+    """
+
+    scope: Scope
+    shard: Any
+    slot: jax.Array | None
+    placement: Placement
+    placeholder: jax.Array | None
+    view: tuple[Op, ...]
+    aval: jax.ShapeDtypeStruct
+    feedback: jax.Array | None = None
+    origin: Stored | None = None
+    secondary_stack: int | None = None
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether what is held is the secondary partition."""
+        return self.secondary_stack is not None
+
+    @property
+    def root(self) -> Stored:
+        """The parameter before any view."""
+        return self if self.origin is None else self.origin
+
+    def viewed(self, op: Op) -> Stored:
+        """The parameter after a further shape-only operation, itself applied after the gather."""
+        holder = None if self.placeholder is None else op(self.placeholder)
+        return dataclasses.replace(
+            self, placeholder=holder, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root
+        )
+
+    def with_view_of(self, other: Stored) -> Stored:
+        """This parameter under the view of another."""
+        out = self
+        for op in other.view:
+            out = out.viewed(op)
+        return out
+
+    def gathered(self, shard: Any) -> jax.Array:
+        """The full array under the view, from what is held (or a later version of it)."""
+        move = self.scope.collectives.gather_secondary if self.is_secondary else self.scope.collectives.gather
+        full = move(shard, self.placement)
+        for op in self.view:
+            full = op(full)
+        return full
+
+    def map_shards(self, op: Op) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """An operation on what is held, and the same on the slot and on the feedback."""
+        shard = op(self.shard)
+        feedback = None if self.feedback is None else op(self.feedback)
+        if self.slot is None:
+            return shard, None, None
+        return shard, shard if self.slot is self.shard else op(self.slot), feedback
+
+    def without_gradient(self) -> Stored:
+        """The same parameter behind a `stop_gradient`."""
+        root = None if self.origin is None else dataclasses.replace(self.root, slot=None, placeholder=None)
+        return dataclasses.replace(self, slot=None, placeholder=None, origin=root)
+
+    def full(self) -> jax.Array:
+        """The full array as an ordinary value, for a consumer of which nothing is known."""
+        (out,) = use(lambda args: [args[0]], [self])
+        return out
+
+
+def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[Any]) -> list[jax.Array]:
+    """Applies an operation to arguments of which some are `Stored`, keeping only shards for the backward pass.
+
+    Args:
+        apply: the operation on plain local arrays; must not close over traced values.
+        args: its arguments; `Stored` ones are gathered here and again in the backward pass.
+    """
+    args = [a.scope.secondary(a) if isinstance(a, Stored) else a for a in args]
+    stored = [a for a in args if isinstance(a, Stored)]
+    where = [isinstance(a, Stored) for a in args]
+    others = [a for a in args if not isinstance(a, Stored)]
+    barrier = stored[0].scope.barrier
+
+    def gathered(shards: Sequence[Any]) -> list[jax.Array]:
+        return [s.gathered(shard) for s, shard in zip(stored, shards, strict=True)]
+
+    def merged(fulls: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        of_stored, of_rest = iter(fulls), iter(rest)
+        return [next(of_stored) if is_stored else next(of_rest) for is_stored in where]
+
+    @jax.custom_vjp
+    def op(shards: list[Any], holders: list[Any], rest: list[Any]) -> list[Any]:
+        return list(apply(merged(gathered(shards), rest)))
+
+    def fwd(shards: list[Any], holders: list[Any], rest: list[Any]) -> tuple[list[Any], Any]:
+        return op(shards, holders, rest), (shards, rest)
+
+    def bwd(residuals: Any, cotangents: list[Any]) -> tuple[Any, Any, Any]:
+        shards, rest = residuals
+        if barrier:
+            shards, cotangents = _after(shards, cotangents)
+        fulls = gathered(shards)
+        wanted = [s.placeholder is not None for s in stored]
+        inexact = [_is_inexact(r) for r in rest]
+
+        def of_inputs(wanted_fulls: list[Any], inexact_rest: list[Any]) -> list[Any]:
+            return list(apply(merged(_fill(fulls, wanted, wanted_fulls), _fill(rest, inexact, inexact_rest))))
+
+        _, vjp = jax.vjp(of_inputs, _take(fulls, wanted), _take(rest, inexact))
+        d_fulls, d_rest = vjp(cotangents)
+        nothing = [None] * len(rest)
+        return [None] * len(shards), d_fulls, _fill(nothing, inexact, d_rest)
+
+    op.defvjp(fwd, bwd)
+    return op([s.shard for s in stored], [s.placeholder for s in stored if s.placeholder is not None], others)
+
+
+def _placeholder(slot: jax.Array, feedback: jax.Array | None, placement: Placement, scope: Scope) -> jax.Array:
+    """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `slot`.
+
+    With feedback, the cotangent of `feedback` is what this reduction lost: the feedback of the next step.
+    """
+
+    collectives, this = scope.collectives, object()
+
+    @jax.custom_vjp
+    def expand(slot: jax.Array, feedback: jax.Array | None) -> jax.Array:
+        return jnp.zeros(placement.shape, slot.dtype)
+
+    def fwd(slot: jax.Array, feedback: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        return expand(slot, feedback), feedback
+
+    def bwd(feedback: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        if feedback is None:
+            return collectives.reduce(cotangent, placement), None
+        if scope.fed_back.setdefault(placement.path, this) is not this:
+            raise ValueError(
+                f"error_feedback: the gradient of params{placement.path} is reduced in more than one place (inside and "
+                "outside a loop, or in two dtypes), and its feedback can enter only one; turn error_feedback off"
+            )
+        return collectives.reduce_with_feedback(cotangent, feedback, placement)
+
+    expand.defvjp(fwd, bwd)
+    return expand(slot, feedback)
+
+
+def _after(shards: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Makes what follows on `shards` wait for the cotangents: their gather cannot be merged with an earlier one."""
+    real = [_is_inexact(c) for c in cotangents]
+    held, waited = lax.optimization_barrier((shards, _take(cotangents, real)))
+    return held, _fill(cotangents, real, waited)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
+
+
+def _take(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [v for v, m in zip(values, mask, strict=True) if m]
+
+
+def _fill(values: Sequence[Any], mask: Sequence[bool], replacements: Sequence[Any]) -> list[Any]:
+    new = iter(replacements)
+    return [next(new) if m else v for v, m in zip(values, mask, strict=True)]

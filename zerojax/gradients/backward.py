@@ -1,0 +1,233 @@
+"""One device's forward and backward pass on its part of the batch, and where its gradients are reduced.
+
+Stages 0 and 1 differentiate the loss on whole parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
+with parameters in stored form, so that each gradient is reduced where it arises; what is differentiated there is the
+*slot* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that carry the reduced gradient out.
+Each can also do as the other does, for gradients that are summed over microbatches. Runs inside `shard_map` over the
+data axes; knows nothing of batches' specs or loss kinds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import _compat
+from zerojax.collectives.plain import unreduced
+from zerojax.collectives.select import layout_collectives
+from zerojax.gather.evaluate import evaluate_plain
+from zerojax.gather.secondaries import cast_target, hoist_secondaries, is_scanned_over
+from zerojax.gather.stored import Scope, Stored
+from zerojax.layout.layout import Layout
+from zerojax.layout.placement import Placement
+
+Tree = Any
+Reduced = tuple[list[Any], list[Any]]
+
+
+class Backward(NamedTuple):
+    """A loss made ready for differentiation on one device.
+
+    Attributes:
+        run: (batch, rest, feedback) -> (the loss function's output, a pullback from its cotangent to one partial
+            gradient per leaf, None for leaves that are not trained, and the new feedback per leaf).
+        finish: (partial gradients, possibly summed over several runs, feedback) -> this device's reduced gradients and
+            the new feedback.
+    """
+
+    run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Reduced]]]
+    finish: Callable[[list[Any], list[Any]], Reduced]
+
+
+def whole_backward(
+    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, each: bool = False
+) -> Backward:
+    """Stages 0 and 1: whole parameters.
+
+    Args:
+        loss_fn: the loss on whole parameters.
+        layout: the layout.
+        leaves: the parameters.
+        batch: an example of what `run` will be given, for its shapes.
+        rest: the same.
+        each: whether `run` reduces its gradients, so that they are shards; else they are whole and `finish` does.
+    """
+    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: trace(loss_fn, layout, batch, rest)[0]))
+    trained = [p.trainable for p in layout.leaves]
+
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
+        def of_trained(values: list[jax.Array]) -> Any:
+            new = iter(values)
+            merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
+            return arrays(loss_fn(layout.treedef.unflatten(merged), batch, *rest))
+
+        out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
+
+        def pullback(cotangent: Any) -> Reduced:
+            new = iter(vjp(cotangent)[0])
+            grads = [next(new) if t else None for t in trained]
+            return reduce_all(grads, feedback) if each else (grads, feedback)
+
+        return out, pullback
+
+    return Backward(run, (lambda grads, feedback: (grads, feedback)) if each else reduce_all)
+
+
+def staged_backward(
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    leaves: list[jax.Array],
+    batch: Tree,
+    rest: Any,
+    *,
+    repeated: bool,
+    deferred: bool = False,
+) -> Backward:
+    """Stages 2 and 3: partial gradients of sharded leaves are reduced shards, those of replicated leaves are local.
+
+    Args:
+        loss_fn: the loss on whole parameters.
+        layout: the layout.
+        leaves: the parameters in stored form.
+        batch: an example of what `run` will be given, for its shapes.
+        rest: the same.
+        repeated: whether `run` is called for several microbatches: secondary partitions are then made once, for all.
+        deferred: whether partial gradients stay whole and are reduced by `finish`, in the dtype of the compute.
+    """
+    jaxpr, out_tree = trace(loss_fn, layout, batch, rest)
+    outer = layout_scope(layout)
+    held: list[Any] = [
+        outer.enter(x, x if p.trainable else None, p) if is_stored(p, layout) else x
+        for x, p in zip(leaves, layout.leaves, strict=True)
+    ]
+    if repeated:
+        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], outer)[: len(held)]
+
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
+        def of_slots(slots: list[Any], feedback: list[Any]) -> Any:
+            scope = layout_scope(layout, reduces=not deferred, keeps_values=True)
+            args = [_entered(*parts, layout, scope, deferred) for parts in zip(held, slots, feedback, strict=True)]
+            return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope)))
+
+        slots = [_slot(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
+        if not deferred:
+            return jax.vjp(of_slots, slots, feedback)
+        out, vjp = jax.vjp(lambda slots: of_slots(slots, [None] * len(slots)), slots)
+        return out, lambda cotangent: (*vjp(cotangent), feedback)
+
+    if not deferred:
+        replicated = [None if p.is_sharded else p for p in layout.leaves]
+        return Backward(run, _reduction(layout, replicated))
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    wire = [cast_target(inner, var, p.dtype) for var, p in zip(inner.invars, layout.leaves, strict=False)]
+    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: inner))
+
+    def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
+        narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
+        reduced, feedback = reduce_all(narrow, feedback)
+        pairs = zip(reduced, grads, strict=True)
+        return [None if g is None else g.astype(whole.dtype) for g, whole in pairs], feedback
+
+    return Backward(run, finish)
+
+
+def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callable[[list[Any], list[Any]], Reduced]:
+    """Reduces one whole gradient per leaf under its placement; what has none is left as it is."""
+    collectives = layout_collectives(layout)
+
+    def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
+        pairs = []
+        for g, lost, p in zip(grads, feedback, placements, strict=True):
+            if g is None or p is None:
+                pairs.append((g, lost))
+            elif lost is None:
+                pairs.append((collectives.reduce(g, p), None))
+            else:
+                pairs.append(collectives.reduce_with_feedback(g, lost, p))
+        return [g for g, _ in pairs], [lost for _, lost in pairs]
+
+    return reduce_all
+
+
+def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any) -> Tree:
+    """Runs a function on stored parameters without gradients."""
+    jaxpr, out_tree = trace(fn, layout, batch, rest)
+    scope = layout_scope(layout)
+    held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
+    return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope)))
+
+
+def arrays(out: Tree) -> Tree:
+    """A function's output with arrays in place of Python numbers, such as a weight that is the number of examples."""
+    return jax.tree.map(jnp.asarray, out)
+
+
+def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tuple[Any, Any]:
+    """The jaxpr of `fn` on logical parameters and this device's inputs, and the structure of its output."""
+    jaxpr, shape = jax.make_jaxpr(lambda p, b, r: fn(p, b, *r), return_shape=True)(layout.logical_shapes(), batch, rest)
+    return jaxpr, jax.tree.structure(shape)
+
+
+def layout_scope(layout: Layout, *, reduces: bool = True, keeps_values: bool = False) -> Scope:
+    """A top-level scope for a layout; gradients leave it reduced or whole."""
+    collectives = layout_collectives(layout)
+    return Scope(
+        collectives if reduces else unreduced(collectives),
+        min_loop_size=layout.config.min_shard_size,
+        keeps_values=keeps_values and layout.stage >= 3,
+    )
+
+
+def is_stored(placement: Placement, layout: Layout) -> bool:
+    """Whether the leaf enters the evaluator in stored form."""
+    return placement.is_sharded and layout.stage >= 2
+
+
+def _slot(x: jax.Array, p: Placement, layout: Layout, deferred: bool) -> jax.Array | None:
+    if not p.trainable:
+        return None
+    if deferred and is_stored(p, layout):
+        return jnp.zeros(p.shape, p.dtype)
+    return jnp.zeros(p.shard_shape, p.dtype) if layout.stage == 2 and p.is_sharded else x
+
+
+def _entered(
+    x: Any, slot: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope, deferred: bool
+) -> Any:
+    """A leaf as the evaluator takes it, under differentiation with respect to its slot and feedback."""
+    if not isinstance(x, Stored):
+        return x if slot is None else slot
+    if x.is_secondary:
+        narrow = None if slot is None else slot.astype(x.placement.dtype)
+        return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
+    shard = slot if layout.stage >= 3 and slot is not None and not deferred else x.shard
+    return scope.enter(shard, slot, x.placement, feedback=feedback)
+
+
+def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:
+    """Placements under which whole gradients are reduced: stacks of norm scales or biases are no matrices.
+
+    `traced` gives the loss's jaxpr, which only quantised reductions need.
+    """
+    if layout.stage == 0:
+        return [_replicated(p) for p in layout.leaves]
+    if layout.config.quantize_gradients is None:
+        return layout.leaves
+    jaxpr, _ = _compat.open_jaxpr(traced())
+
+    def reduced(p: Placement, var: Any) -> Placement:
+        if not p.is_quantized or not is_scanned_over(jaxpr, var):
+            return p
+        least = max(layout.config.min_shard_size, layout.config.min_quantize_size)
+        return p.unquantized() if len(p.shape) < 3 or math.prod(p.shape[1:]) < least else p
+
+    return [reduced(p, var) for p, var in zip(layout.leaves, jaxpr.invars, strict=False)]
+
+
+def _replicated(placement: Placement) -> Placement:
+    return dataclasses.replace(placement, dim=None, padding=0)

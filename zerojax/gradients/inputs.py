@@ -1,0 +1,163 @@
+"""What goes into and comes out of a step beside the parameters: batches, keys, per-example outputs, averages.
+
+A batch is split on its leading dim over the data axes, node by node, so that a host's examples stay on its devices.
+Everything else is replicated, except that PRNG keys are folded with the index of the device. Knows nothing of
+parameters or gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax import _compat
+from zerojax.layout.layout import Layout
+
+Tree = Any
+
+
+def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
+    """PartitionSpecs of a batch: the leading dim over the data axes; 0-d leaves replicated.
+
+    Raises:
+        ValueError: a leaf is not an array, or its leading dim does not divide by the number of devices (its key path,
+            shape, the axes and their sizes are named).
+    """
+    axes, count = layout.config.axes, layout.num_shards * microbatches
+    pieces = f" x {microbatches} microbatches" if microbatches > 1 else ""
+    sizes = " x ".join(f"{axis}={layout.mesh.shape[axis]}" for axis in axes)
+
+    def spec(path: Any, x: Any) -> PartitionSpec:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if not isinstance(x, jax.ShapeDtypeStruct) and not _is_array(x):
+            raise ValueError(f"{name} is a {type(x).__name__}, not an array; bind it with functools.partial instead")
+        shape = jnp.shape(x)
+        if not shape and _compat.is_prng_key(x):
+            raise ValueError(
+                f"{name} is a single PRNG key, which would draw the same on every device; pass it as an argument after "
+                "the batch (it is folded per device there), or one key for each example"
+            )
+        if not shape:
+            return PartitionSpec()
+        if shape[0] % count or shape[0] == 0:
+            raise ValueError(
+                f"{name} has shape {shape}: its leading dim {shape[0]} must be a positive multiple of the "
+                f"{layout.num_shards} devices of the data axes {sizes}{pieces}; pad or drop examples to "
+                f"{max(1, shape[0] // count) * count}"
+            )
+        return PartitionSpec(axes)
+
+    return jax.tree_util.tree_map_with_path(spec, batch)
+
+
+def on_mesh(batch: Tree, specs: Tree, layout: Layout) -> Tree:
+    """On a mesh with explicit axes, moves arrays to where `shard_map` takes them: their types must say so already.
+
+    Args:
+        batch: arrays of global shape.
+        specs: PartitionSpecs over the data axes, of the structure of `batch`. Other axes stay as they are.
+        layout: the layout, whose mesh decides whether anything has to be done.
+    """
+    if not _compat.has_explicit_axes(layout.mesh):
+        return batch
+
+    def other_axes_only(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return None if any(name in layout.config.axes for name in names) else entry
+
+    def move(x: Any, spec: PartitionSpec) -> jax.Array:
+        own = [other_axes_only(entry) for entry in tuple(jax.typeof(x).sharding.spec)[len(spec) :]]
+        return jax.sharding.reshard(x, NamedSharding(layout.mesh, PartitionSpec(*spec, *own)))
+
+    return jax.tree.map(move, batch, specs)
+
+
+def local_shapes(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
+    """Shapes of one device's part of a batch, or of one microbatch of it."""
+    count = layout.num_shards * microbatches
+
+    def local(x: Any) -> jax.ShapeDtypeStruct:
+        shape = jnp.shape(x)
+        return jax.ShapeDtypeStruct((shape[0] // count, *shape[1:]) if shape else (), _dtype(x))
+
+    return jax.tree.map(local, batch)
+
+
+def check_rest(rest: Any) -> None:
+    """Refuses further arguments that are not arrays and points out untyped PRNG keys, which cannot be folded."""
+    for path, x in jax.tree_util.tree_flatten_with_path(rest)[0]:
+        if not _is_array(x):
+            raise ValueError(
+                f"argument {jax.tree_util.keystr(path)} after the batch is a {type(x).__name__}, not an array; bind "
+                "static arguments with functools.partial(loss_fn, ...)"
+            )
+        if jnp.shape(x) == (2,) and _dtype(x) == jnp.uint32:
+            warnings.warn(
+                f"argument {jax.tree_util.keystr(path)} after the batch looks like an untyped PRNG key; it will be the "
+                "same on every device. Make keys with jax.random.key to have them folded per device",
+                stacklevel=3,
+            )
+
+
+def fold_keys(rest: Any, layout: Layout) -> Any:
+    """Folds every typed PRNG key with the index of the device along the data axes."""
+
+    def fold(x: Any) -> Any:
+        if not _compat.is_prng_key(x):
+            return x
+        index = lax.axis_index(layout.config.axes)
+        folded = jax.vmap(lambda key: jax.random.fold_in(key, index))(x.reshape(-1))
+        return folded.reshape(x.shape)
+
+    return jax.tree.map(fold, rest)
+
+
+def output_specs(shapes: Tree, batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
+    """PartitionSpecs of a function's outputs: those with this device's batch as leading dim are sharded along it.
+
+    Raises:
+        ValueError: an integer output without the batch dim, which cannot be averaged over the devices.
+    """
+    local = {x.shape[0] for x in jax.tree.leaves(local_shapes(batch, layout, microbatches)) if x.shape}
+
+    def spec(path: Any, x: Any) -> PartitionSpec:
+        if x.shape and x.shape[0] in local:
+            return PartitionSpec(layout.config.axes)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ValueError(
+                f"output{jax.tree_util.keystr(path)} has shape {x.shape} and dtype {x.dtype}: without the batch's "
+                f"leading dim ({sorted(local)} on each device) it would be averaged over the devices, which needs a "
+                "float; cast it"
+            )
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, shapes)
+
+
+def merge_microbatches(out: Tree, specs: Tree, layout: Layout) -> Tree:
+    """Outputs of several microbatches (leading dim) as one: examples joined, all else averaged."""
+
+    def merge(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        per_example = spec == PartitionSpec(layout.config.axes)
+        return x.reshape(-1, *x.shape[2:]) if per_example else jnp.mean(x, axis=0, dtype=x.dtype)
+
+    return jax.tree.map(merge, out, specs)
+
+
+def average_outputs(out: Tree, specs: Tree, layout: Layout) -> Tree:
+    """Averages over the devices what does not stay sharded (inside `shard_map`)."""
+    axes = layout.config.axes
+    return jax.tree.map(lambda x, spec: x if spec == PartitionSpec(axes) else lax.pmean(x, axes), out, specs)
+
+
+def _is_array(x: Any) -> bool:
+    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (int, float, complex))
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

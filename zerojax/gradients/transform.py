@@ -1,0 +1,281 @@
+"""`value_and_grad` and `apply`: a loss or forward function on stored parameters, inside `shard_map` over the data axes.
+
+Each device computes the loss of its part of the batch; the gradient is the mean over all devices, reduced where it
+arises (stages 2 and 3: in the backward loop body; stages 0 and 1: after it) by explicit collectives. Source: arXiv
+1910.02054, sections 5 and 7. Knows nothing of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax import _compat
+from zerojax.gradients import inputs as batches
+from zerojax.gradients.backward import forward
+from zerojax.gradients.feedback import check_feedback, feedback_specs
+from zerojax.gradients.local import (
+    Accumulation,
+    Gradients,
+    LossKind,
+    accumulation_for,
+    beside_the_loss,
+    local_gradients,
+)
+from zerojax.gradients.outputs import check_loss, check_model_state
+from zerojax.layout.layout import Layout
+from zerojax.layout.placement import Placement
+
+Tree = Any
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    *,
+    has_aux: bool = False,
+    weighted: bool = False,
+    microbatches: int = 1,
+    accumulation: Accumulation | None = None,
+) -> Callable[..., Any]:
+    """Replaces `jax.value_and_grad` for parameters in stored form.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch;
+            returns a scalar mean loss. With `weighted` it returns (sum, weight), and the result is the exact quotient
+            of the global sums, also for unequal weights (token counts, say). With `has_aux` it returns (loss, aux).
+        layout: the layout of the parameters.
+        has_aux: see above. Arrays of `aux` whose leading dim is that of the batch come back sharded along it, all other
+            float values averaged over the devices.
+        weighted: see above.
+        microbatches: number of pieces into which each device's part of the batch is cut, one after the other; loss and
+            gradients are those of the whole batch. A secondary partition of the weights is made once for all of them.
+        accumulation: how their gradients are summed, in float32. "sharded" (default of stages 2 and 3): each
+            microbatch's is reduced, the accumulators are shards. "deferred" (default of stages 0 and 1): whole
+            gradients are summed on each device and reduced once per step, in the dtype on the wire that they have
+            without microbatches. With one microbatch there is nothing to sum, and both are the same.
+
+    Returns:
+        A function of (params in stored form, batch, *rest) that returns (loss, grads), or ((loss, aux), grads). `batch`
+        is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, and PRNG keys
+        in it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device. The loss
+        is the global mean, the same on every device. Gradients: whole at stage 0, else this device's shards (padded
+        form), in the dtype of the parameter; None for leaves that are not trained. With
+        `ZeroConfig(error_feedback=True)` the function takes `feedback=` (from `init_feedback`) and returns the new
+        feedback as a third value. With `loss_scale=`, a scalar, the gradients (not the loss) come back multiplied by
+        it.
+
+    Raises:
+        ValueError: before any compute: parameters not in the layout's stored form or on another mesh, a batch that the
+            data axes do not divide, a loss that is not a float scalar, "sharded" accumulation at stage 0.
+
+    >>> import jax.numpy as jnp
+    >>> import zerojax
+    >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+    >>> layout = zerojax.partition({"w": jnp.ones((8,))}, mesh, zerojax.ZeroConfig(min_shard_size=0))
+    >>> params = layout.shard({"w": jnp.ones((8,))})
+    >>> loss, grads = zerojax.value_and_grad(lambda p, x: jnp.mean(x @ p["w"]), layout)(params, jnp.ones((16, 8)))
+    >>> float(loss), grads["w"].addressable_shards[0].data.shape
+    (8.0, (1,))
+    """
+    compute = gradient_function(
+        loss_fn, layout, has_aux=has_aux, weighted=weighted, microbatches=microbatches, accumulation=accumulation
+    )
+
+    def run(
+        params: Tree, batch: Tree, *rest: Any, feedback: Tree = None, loss_scale: jax.Array | None = None
+    ) -> tuple[Any, ...]:
+        out = compute(params, batch, *rest, feedback=feedback, loss_scale=loss_scale)
+        value = (out.loss, out.aux) if has_aux else out.loss
+        return (value, out.grads, out.feedback) if layout.config.error_feedback else (value, out.grads)
+
+    return run
+
+
+def gradient_function(
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    *,
+    has_aux: bool = False,
+    weighted: bool = False,
+    mutable: bool = False,
+    microbatches: int = 1,
+    accumulation: Accumulation | None = None,
+) -> Callable[..., Gradients]:
+    """What `value_and_grad` wraps: the same with everything it computes, under names.
+
+    Args:
+        loss_fn: as for `value_and_grad`. With `mutable` it is `loss_fn(params, batch, model_state, *rest)` and returns
+            (loss, new model state), or (loss, (new model state, aux)) with `has_aux`.
+        layout: the layout of the parameters.
+        has_aux: as for `value_and_grad`.
+        weighted: as for `value_and_grad`.
+        mutable: whether the model has a state beside its parameters; see `zerojax.gradients.outputs`.
+        microbatches: as for `value_and_grad`.
+        accumulation: as for `value_and_grad`.
+
+    Returns:
+        A function of (params, batch, *rest, feedback=, loss_scale=, model_state=).
+    """
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
+    manner = accumulation_for(layout.stage, accumulation)
+
+    def run(
+        params: Tree,
+        batch: Tree,
+        *rest: Any,
+        feedback: Tree = None,
+        loss_scale: jax.Array | None = None,
+        model_state: Tree = None,
+    ) -> Gradients:
+        layout.check(params, stored=True)
+        batch_specs = batches.batch_specs(batch, layout, microbatches)
+        batches.check_rest(rest)
+        rest = (model_state, *rest) if mutable else rest
+        shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
+        check_loss(shapes, has_aux or mutable, weighted)
+        state_shapes, aux_shapes = beside_the_loss(shapes, has_aux, mutable)
+        if mutable:
+            check_model_state(model_state, state_shapes)
+        aux_specs = batches.output_specs(aux_shapes, batch, layout, microbatches)
+        carries = layout.config.error_feedback
+        lost = check_feedback(feedback, layout) if carries else [None] * len(layout.leaves)
+        lost_specs = feedback_specs(layout)
+        kind = LossKind(has_aux, weighted, mutable, microbatches, manner, aux_specs)
+
+        def local(params: Tree, batch: Tree, rest: Any, lost: list[Any], scale: Any) -> Gradients:
+            lost = [None if x is None else x[0] for x in lost]  # the dim over nodes has one entry here
+            out = local_gradients(
+                loss_fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout), lost, scale, kind
+            )
+            return out._replace(feedback=[None if x is None else x[None] for x in out.feedback])
+
+        everywhere = PartitionSpec()
+        param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
+        grad_specs = [_spec(p, layout.stage >= 1) if p.trainable else None for p in layout.leaves]
+        in_specs = (param_specs, batch_specs, everywhere, lost_specs, everywhere)
+        out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, lost_specs, everywhere)  # type: ignore[arg-type]
+        run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        batch, (rest, loss_scale) = batches.on_mesh(batch, batch_specs, layout), _whole((rest, loss_scale), layout)
+        out = run_locally(params, batch, rest, lost, loss_scale)
+        return out._replace(
+            grads=layout.treedef.unflatten(out.grads),
+            feedback=layout.treedef.unflatten(out.feedback) if carries else None,
+        )
+
+    return run
+
+
+def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
+    """Runs a forward function on stored parameters, with the same gather on use: evaluation, sampling, metrics.
+
+    Args:
+        fn: `fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch.
+        layout: the layout of the parameters.
+
+    Returns:
+        A function of (params in stored form, batch, *rest), which are treated as in `value_and_grad`. Outputs whose
+        leading dim is that of the batch come back sharded along it; float outputs without one are averaged over the
+        devices.
+
+    Raises:
+        ValueError: as `value_and_grad`; also an integer output without the batch dim, which cannot be averaged, and a
+            derivative with respect to the parameters, which is `value_and_grad`'s (that of the batch is fine).
+
+    >>> import jax.numpy as jnp
+    >>> import zerojax
+    >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+    >>> layout = zerojax.partition({"w": jnp.ones((8,))}, mesh, zerojax.ZeroConfig(min_shard_size=0))
+    >>> params = layout.shard({"w": jnp.ones((8,))})
+    >>> zerojax.apply(lambda p, x: x @ p["w"], layout)(params, jnp.ones((16, 8))).shape
+    (16,)
+    """
+
+    def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
+        layout.check(params, stored=True)
+        batch_specs = batches.batch_specs(batch, layout)
+        batches.check_rest(rest)
+        out_specs = batches.output_specs(_output_shapes(fn, layout, batch, rest), batch, layout)
+
+        def local(params: Tree, batch: Tree, rest: Any) -> Tree:
+            out = forward(fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
+            return batches.average_outputs(out, out_specs, layout)
+
+        param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
+        return _over_data_axes(layout, local, (param_specs, batch_specs, PartitionSpec()), out_specs)(
+            _not_differentiated(params), batches.on_mesh(batch, batch_specs, layout), _whole(rest, layout)
+        )
+
+    return run
+
+
+def _output_shapes(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1) -> Tree:
+    """Shapes of the function's outputs on one device, traced where the data axes can be named."""
+    local_batch = batches.local_shapes(batch, layout, microbatches)
+    found: list[Tree] = []
+
+    def probe() -> None:
+        found.append(jax.eval_shape(lambda p, b, r: fn(p, b, *r), layout.logical_shapes(), local_batch, rest))
+
+    jax.eval_shape(_over_data_axes(layout, probe, (), None))
+    return found[0]
+
+
+def _over_data_axes(layout: Layout, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`fn` inside `shard_map`. Arrays without elements are made inside: the compiler of JAX 0.11 ends the process when
+    one of the arguments turns out to be a constant."""
+
+    def run(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args, is_leaf=_is_spec), is_leaf=_is_spec)
+        empty = [jnp.size(x) == 0 and not _compat.is_prng_key(x) for x in leaves]
+
+        def with_empty(*values: Any) -> Any:
+            rest = iter(values)
+            return fn(*structure.unflatten([
+                jnp.zeros(NamedSharding(layout.mesh, spec).shard_shape(x.shape), x.dtype) if is_empty else next(rest)
+                for x, spec, is_empty in zip(leaves, specs, empty, strict=True)
+            ]))  # fmt: skip
+
+        def held(values: list[Any]) -> tuple[Any, ...]:
+            return tuple(x for x, is_empty in zip(values, empty, strict=True) if not is_empty)
+
+        return jax.shard_map(
+            with_empty, mesh=layout.mesh, in_specs=held(specs), out_specs=out_specs,
+            axis_names=set(layout.config.axes), check_vma=False,
+        )(*held(leaves))  # fmt: skip
+
+    return run
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _whole(rest: Any, layout: Layout) -> Any:
+    return batches.on_mesh(rest, jax.tree.map(lambda _: PartitionSpec(), rest), layout)
+
+
+def _spec(placement: Placement, sharded: bool) -> PartitionSpec:
+    return placement.data_spec if sharded else PartitionSpec()
+
+
+@jax.custom_vjp
+def _not_differentiated(params: Tree) -> Tree:
+    """The parameters as they are; their gradient, which would silently be zero, is refused."""
+    return params
+
+
+def _refuse_gradient(params: Tree) -> Any:
+    raise ValueError(
+        "zerojax.apply is forward only and cannot be differentiated with respect to the parameters: use "
+        "zerojax.value_and_grad(loss_fn, layout) in place of jax.grad"
+    )
+
+
+_not_differentiated.defvjp(_refuse_gradient, lambda residuals, cotangent: (cotangent,))

@@ -1,0 +1,290 @@
+"""A Layout: the placements of a parameter tree on a mesh, and the stored form they define.
+
+The *stored form* of a parameter tree is what lives between steps: whole leaves below stage 3, 1/N of every large leaf
+at stage 3 (padded with zeros where no dim divides). A Layout moves trees into and out of it, creates them in it, checks
+them against it and describes it. Knows nothing of optimizers or of how values move inside a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import _compat
+from zerojax.config import ZeroConfig
+from zerojax.layout.mesh import automatic, data_size
+from zerojax.layout.notices import notices
+from zerojax.layout.placement import Placement, pad, unpad
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """A mesh, a configuration and one Placement per parameter leaf.
+
+    Attributes:
+        mesh: the device mesh.
+        config: the configuration.
+        placements: pytree of `Placement`, of the structure of the parameters.
+    """
+
+    mesh: Mesh
+    config: ZeroConfig
+    placements: Tree
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return self.config.stage
+
+    @property
+    def num_shards(self) -> int:
+        """Number of replicas of the data-parallel job, into which a sharded leaf is split."""
+        return data_size(self.mesh, self.config.axes)
+
+    @property
+    def treedef(self) -> Any:
+        """Structure of the parameter tree."""
+        return jax.tree.structure(self.placements)
+
+    @property
+    def leaves(self) -> list[Placement]:
+        """The placements in tree order."""
+        return jax.tree.leaves(self.placements)
+
+    def shard_sharding(self, placement: Placement) -> NamedSharding:
+        """Sharding of a leaf that is split over the data axes (gradients, optimizer state, stage-3 parameters)."""
+        return self._named(placement.full_spec, placement)
+
+    def full_sharding(self, placement: Placement) -> NamedSharding:
+        """Sharding of a leaf that is whole along the data axes (parameters below stage 3)."""
+        return self._named(placement.model_spec, placement)
+
+    def param_sharding(self, placement: Placement) -> NamedSharding:
+        """Sharding of a parameter in stored form."""
+        return self.shard_sharding(placement) if self.stage >= 3 else self.full_sharding(placement)
+
+    def param_shape(self, placement: Placement) -> tuple[int, ...]:
+        """Global shape of a parameter in stored form."""
+        return placement.padded_shape if self.stage >= 3 else placement.shape
+
+    def param_shardings(self) -> Tree:
+        """Shardings of the parameters in stored form, as a pytree."""
+        return jax.tree.map(self.param_sharding, self.placements)
+
+    def param_shapes(self) -> Tree:
+        """The parameters in stored form as `jax.ShapeDtypeStruct`s with their shardings (for ahead-of-time use)."""
+        return jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(self.param_shape(p), p.dtype, sharding=self.param_sharding(p)),
+            self.placements,
+        )
+
+    def logical_shapes(self) -> Tree:
+        """The parameters as the model sees them, as `jax.ShapeDtypeStruct`s without padding or sharding."""
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.placements)
+
+    def shard(self, params: Tree) -> Tree:
+        """Places whole parameters (host or device arrays) in stored form; the input stays valid.
+
+        Args:
+            params: pytree of global logical arrays, of the structure and shapes given to `partition`.
+
+        Raises:
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"w": jnp.ones((16, 6))}, mesh, ZeroConfig(min_shard_size=0))
+        >>> layout.shard({"w": jnp.ones((16, 6))})["w"].addressable_shards[0].data.shape
+        (2, 6)
+        """
+        self.check(params, stored=False)
+
+        def put(x: Any, placement: Placement) -> jax.Array:
+            x, sharding = strong(x), self.param_sharding(placement)
+            if self.stage >= 3 and placement.padding:
+                x = np.asarray(x) if not isinstance(x, jax.Array) else x
+                x = pad(x, placement)
+            elif isinstance(x, jax.Array) and _may_share(x, sharding):
+                # It would share its buffer with the caller's array: donating one deletes the other.
+                x = x.copy()
+            return jax.device_put(x, sharding)
+
+        return self._map(put, params)
+
+    def unshard(self, tree: Tree) -> Tree:
+        """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
+
+        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters.
+
+        For looking at, comparing and exporting: it needs room for the full tree on each device.
+        """
+        self.check(tree, stored=None)
+        return self._unflatten(self._gather(self._flatten(tree)))
+
+    @functools.cached_property
+    def _gather(self) -> Callable[[list[Any]], list[jax.Array]]:
+        """`unshard` of the leaves; compiled once for the dtypes of a tree."""
+
+        def gather(leaves: list[Any]) -> list[jax.Array]:
+            return [unpad(x, p) for x, p in zip(leaves, self.leaves, strict=True)]
+
+        replicated = [NamedSharding(self.mesh, PartitionSpec())] * len(self.leaves)
+        return jax.jit(automatic(gather, self.mesh, replicated), out_shardings=replicated)
+
+    def init(self, init_fn: Callable[..., Tree], *args: Any) -> Tree:
+        """Runs an initialiser with its outputs in stored form; no device ever holds a full copy.
+
+        Args:
+            init_fn: the initialiser; returns a pytree of the structure and shapes given to `partition`.
+            *args: its arguments, a PRNG key first of all.
+
+        Returns:
+            The parameters in stored form, equal in value to `layout.shard(init_fn(*args))`.
+
+        Raises:
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+
+        >>> import zerojax
+        >>> init = lambda key: {"w": jax.random.normal(key, (7, 5))}
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition(jax.eval_shape(init, jax.random.key(0)), mesh, ZeroConfig(min_shard_size=0))
+        >>> layout.init(init, jax.random.key(0))["w"].shape  # stored form: 7 rows padded to 8
+        (8, 5)
+        """
+        self.check(jax.eval_shape(init_fn, *args), stored=False)
+
+        def build(*args: Any) -> list[jax.Array]:
+            leaves = [strong(x) for x in self._flatten(init_fn(*args))]
+            return [pad(x, p) if self.stage >= 3 else x for x, p in zip(leaves, self.leaves, strict=True)]
+
+        shardings = [self.param_sharding(p) for p in self.leaves]
+        return self._unflatten(jax.jit(build, out_shardings=shardings)(*args))
+
+    def check(self, tree: Tree, *, stored: bool | None, what: str = "params") -> None:
+        """Refuses a tree that is not of this layout: structure, shape, dtype (`what` names it in the message).
+
+        Args:
+            tree: arrays or shapes.
+            stored: True requires stored form, False the logical shapes; None takes logical or padded leaves.
+            what: how the message calls the tree.
+        """
+        found = jax.tree.structure(tree)
+        if found != self.treedef:
+            raise ValueError(
+                f"{what} do not have the structure given to partition: {_first_difference(tree, self.placements)}; "
+                "call partition again when the model changes"
+            )
+        for x, p in zip(self._flatten(tree), self.leaves, strict=True):
+            allowed = {p.shape, p.padded_shape} if stored is None else {self.param_shape(p) if stored else p.shape}
+            if jnp.shape(x) not in allowed:
+                form = "the stored form (layout.shard or layout.init gives it)" if stored else "the layout"
+                raise ValueError(
+                    f"{what}{p.path} has shape {jnp.shape(x)}, but {form} has {' or '.join(map(str, sorted(allowed)))}"
+                    f" on mesh {dict(self.mesh.shape)}"
+                )
+            if what == "params" and stored is not None and jnp.result_type(x) != p.dtype:
+                raise ValueError(f"{what}{p.path} has dtype {jnp.result_type(x)}, but the layout has {p.dtype}")
+            self._check_mesh(x, f"{what}{p.path}")
+
+    def describe(self) -> str:
+        """What is sharded, what stayed replicated and why, in bytes; one line per leaf that is not evenly sharded.
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> shapes = jax.eval_shape(lambda: {"w": jnp.zeros((512, 512)), "b": jnp.zeros(512)})
+        >>> print(zerojax.partition(shapes, mesh, ZeroConfig()).describe())
+        stage 3 on mesh node=2 x local=4: 8 shards over ('node', 'local')
+        sharded     1 leaves      1,048,576 bytes,        131,072 on each device
+        replicated  1 leaves          2,048 bytes,          2,048 on each device
+          ['b'] (512,) float32: replicated, 2,048 bytes: 512 elements, fewer than min_shard_size 16384
+        """
+        sharded = [p for p in self.leaves if p.is_sharded]
+        whole = [p for p in self.leaves if not p.is_sharded]
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        lines = [f"stage {self.stage} on mesh {mesh}: {self.num_shards} shards over {self.config.axes}"]
+        for name, group in (("sharded", sharded), ("replicated", whole)):
+            total, each = sum(p.full_bytes for p in group), sum(p.shard_bytes for p in group)
+            lines.append(f"{name:<10} {len(group):>2} leaves {total:>14,} bytes, {each:>14,} on each device")
+        for p in whole:
+            lines.append(f"  {p.path} {p.shape} {p.dtype.name}: replicated, {p.full_bytes:,} bytes: {p.reason}")
+        for p in sharded:
+            if p.padding:
+                waste = p.shard_bytes * p.num_shards - p.full_bytes
+                lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.reason}, {waste:,} bytes in all")
+        frozen = [p.path for p in self.leaves if not p.trainable]
+        if frozen:
+            lines.append(f"  not trained: {', '.join(frozen)}")
+        lines += [f"  notice: {text}" for text in notices(self.mesh, self.config, self.leaves)]
+        return "\n".join(lines)
+
+    def _check_mesh(self, x: Any, name: str) -> None:
+        sharding = getattr(x, "sharding", None) if not _compat.is_traced(x) else None
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            return
+        other, mine = sharding.mesh, self.mesh
+        if other.axis_names != mine.axis_names or not np.array_equal(other.devices, mine.devices):
+            raise ValueError(
+                f"{name} lives on mesh {dict(other.shape)} of {other.size} devices, but the layout is for mesh "
+                f"{dict(mine.shape)} of {mine.size}; unshard with the old layout and shard with the new one"
+            )
+
+    def leaves_of(self, tree: Tree) -> list[Any]:
+        """One entry of a parameter-like tree for each leaf of the layout, None where the tree has none.
+
+        A tree that holds None at a leaf (no gradient) and one that holds None as an empty node (as Equinox's modules
+        do) look alike to `jax.tree`.
+
+        Raises:
+            ValueError: the tree is not of the layout's structure.
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"a": None, "w": jnp.ones((8,)), "z": jnp.ones((8,))}, mesh)
+        >>> layout.leaves_of({"a": None, "w": None, "z": 1})
+        [None, 1]
+        """
+        return self.treedef.flatten_up_to(tree)
+
+    def _named(self, spec: PartitionSpec, placement: Placement) -> NamedSharding:
+        """In the form in which jit returns it: one entry for every dim on a mesh with explicit axes, else trimmed."""
+        if _compat.has_explicit_axes(self.mesh):
+            spec = PartitionSpec(*spec, *(None,) * (len(placement.shape) - len(spec)))
+        return NamedSharding(self.mesh, spec)
+
+    def _flatten(self, tree: Tree) -> list[Any]:
+        return jax.tree.leaves(tree)
+
+    def _unflatten(self, leaves: list[Any]) -> Tree:
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def _map(self, fn: Callable[[Any, Placement], Any], tree: Tree) -> Tree:
+        return self._unflatten([fn(x, p) for x, p in zip(self._flatten(tree), self.leaves, strict=True)])
+
+
+def strong(x: Any) -> Any:
+    """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _may_share(x: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether the array placed so could be, on some device, the same buffer."""
+    whole = sharding.is_fully_replicated
+    return whole or (not _compat.is_traced(x) and x.sharding.is_equivalent_to(sharding, x.ndim))
+
+
+def _first_difference(tree: Tree, placements: Tree) -> str:
+    have = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    want = [p.path for p in jax.tree.leaves(placements)]
+    missing, extra = [w for w in want if w not in have], [h for h in have if h not in want]
+    if missing or extra:
+        return f"missing {missing[:3]}, unexpected {extra[:3]}"
+    return "same key paths in other containers"

@@ -1,0 +1,189 @@
+"""Which technique pays on a given network, and which configuration to take: the advice of a plan, "don't" included.
+
+Each technique of ZeRO++ (arXiv 2306.10209, section 3) is set against stage 3 without it, by the placements alone,
+once with nothing hidden behind compute and once with all that compute can cover: the truth of a schedule lies between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from zerojax.config import QuantFormat, ZeroConfig
+from zerojax.planner.records import ConfigPlan, Technique
+from zerojax.planner.time import Flow, Links, break_even, step_overlapped, step_time
+from zerojax.planner.traffic import Move
+
+# Gains below these shares of a step are not worth another technique.
+WORTH_A_TECHNIQUE = 0.02
+WORTH_A_STAGE = 0.02
+
+NICKNAMES = {"quantize_weights": "qwZ", "secondary": "hpZ", "quantize_gradients": "qgZ"}
+
+
+def comparison_configs(base: ZeroConfig | None = None) -> list[ZeroConfig]:
+    """All stages, and stage 3 with each technique and with all three; other fields are those of `base`.
+
+    >>> [config_name(config) for config in comparison_configs()][-2:]
+    ['stage 3 + qgZ int8/int4', 'stage 3 + qwZ int8 + hpZ + qgZ int8/int4']
+    """
+    plain = plain_config(base or ZeroConfig())
+    stages = [dataclasses.replace(plain, stage=stage) for stage in (0, 1, 2, 3)]
+    techniques = [with_technique(plain, name) for name in NICKNAMES if name != "secondary" or len(plain.axes) == 2]
+    everything = plain
+    for name in NICKNAMES:
+        if name != "secondary" or len(plain.axes) == 2:
+            everything = with_technique(everything, name)
+    return [*stages, *techniques, everything]
+
+
+def plain_config(config: ZeroConfig) -> ZeroConfig:
+    """Stage 3 without techniques; other fields as they are."""
+    return dataclasses.replace(
+        config, stage=3, quantize_weights=None, secondary=False, quantize_gradients=None, rounding="nearest",
+        error_feedback=False,
+    )  # fmt: skip
+
+
+def with_technique(config: ZeroConfig, name: str) -> ZeroConfig:
+    """The configuration with one technique in its default format."""
+    default = getattr(ZeroConfig.zero_plus_plus(), name)
+    return dataclasses.replace(config, **{name: default})
+
+
+def config_name(config: ZeroConfig) -> str:
+    """What people call a configuration.
+
+    >>> config_name(ZeroConfig(stage=3, secondary=True))
+    'stage 3 + hpZ'
+    """
+    parts = [f"stage {config.stage}"]
+    if isinstance(config.quantize_weights, QuantFormat):
+        parts.append(f"qwZ {_format_name(config.quantize_weights)}")
+    if config.secondary:
+        parts.append("hpZ")
+    if isinstance(config.quantize_gradients, tuple):
+        names = [_format_name(f) for f in config.quantize_gradients]
+        parts.append("qgZ " + (names[0] if len(set(names)) == 1 else "/".join(names)))
+    if config.error_feedback:
+        parts.append("error feedback")
+    return " + ".join(parts)
+
+
+def _format_name(fmt: object) -> str:
+    assert isinstance(fmt, QuantFormat)
+    return "e2m1" if fmt.levels == "e2m1" else f"int{fmt.bits}"
+
+
+def flows_of(moves: Sequence[Move]) -> list[Flow]:
+    """Predicted moves as the time model takes them: one flow per axes and phase, none hidden."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for move in moves:
+        total = sums.setdefault((move.phase, move.kind, *move.axes), [0, 0])
+        total[0] += move.received_bytes
+        total[1] += move.node_bytes
+    return [Flow(received, entering) for received, entering in sums.values()]
+
+
+def judge_technique(
+    name: str, base: Sequence[Move], changed: Sequence[Move], flops: float, links: Links, num_nodes: int
+) -> Technique:
+    """Whether a technique pays.
+
+    Args:
+        name: field of `ZeroConfig`.
+        base: traffic of stage 3 without it.
+        changed: traffic with it.
+        flops: of one device per step.
+        links: rates, the bandwidth between nodes among them.
+        num_nodes: machines.
+    """
+    nick = NICKNAMES[name]
+    if name == "secondary" and num_nodes == 1:
+        text = f"{nick}: don't: on one node there is no gather between nodes to save"
+        return Technique(name, 0, 0.0, 0.0, 0.0, 0.0, "no", text)
+    sides = [(flows_of(moves), sum(m.pass_bytes for m in moves)) for moves in (base, changed)]
+
+    def gain(at: Links) -> float:
+        before, after = (step_time(flops, flows, passes, at).step for flows, passes in sides)
+        return before - after
+
+    def gain_hidden(at: Links) -> float:
+        before, after = (step_overlapped(flops, flows, passes, at) for flows, passes in sides)
+        return before - after
+
+    saved, saved_hidden = gain(links), gain_hidden(links)
+    limit, limit_hidden = break_even(gain, links), break_even(gain_hidden, links)
+    before = step_time(flops, *sides[0], links).step
+    if saved_hidden > WORTH_A_TECHNIQUE * before:
+        verdict = "yes"
+    else:
+        verdict = "if exposed" if saved > WORTH_A_TECHNIQUE * before else "no"
+    here = f"here {links.node_bandwidth / 1e9:.3g} GB/s"
+    bounds = (
+        f"pays {_below(limit_hidden)} whatever the schedule hides, {_below(limit)} where nothing is hidden ({here})"
+    )
+    effect = (
+        f"{_effect(saved)} of a step of {before:.3g} s with nothing hidden, "
+        f"{_effect(saved_hidden)} with perfect overlap"
+    )
+    text = f"{nick}: {_VERDICTS[verdict]}: {bounds}: {effect}"
+    if name == "quantize_gradients" and verdict != "no":
+        text += "; it changes the gradients, so check convergence"
+    saved_bytes = sum(m.node_bytes for m in base) - sum(m.node_bytes for m in changed)
+    return Technique(name, saved_bytes, limit, limit_hidden, saved, saved_hidden, verdict, text)
+
+
+_VERDICTS = {"yes": "do", "if exposed": "only if the schedule leaves communication exposed", "no": "don't"}
+
+
+def _below(limit: float) -> str:
+    if limit == 0:
+        return "never"
+    return "at any bandwidth" if math.isinf(limit) else f"below {limit / 1e9:.3g} GB/s into a node"
+
+
+def _effect(saved: float) -> str:
+    return f"{'saves' if saved >= 0 else 'costs'} {abs(saved):.3g} s"
+
+
+def recommend(plans: Sequence[ConfigPlan], capacity: int) -> tuple[int | None, str]:
+    """The configuration with the least communication that fits, the simplest of those that are about as good.
+
+    Args:
+        plans: the configurations.
+        capacity: bytes that may be used of a device.
+
+    Returns:
+        Its index and the reason; None when nothing fits.
+    """
+    fitting = [i for i, one in enumerate(plans) if one.memory.fits]
+    if not fitting:
+        least = min(plans, key=lambda one: one.memory.total)
+        largest = max(least.memory.classes, key=lambda name: least.memory.classes[name])
+        return None, (
+            f"nothing fits: the least is {least.name} with {least.memory.total / 1e9:.1f} GB per device, most of it "
+            f"{largest}, where {capacity / 1e9:.1f} GB can be used; take more nodes, fewer examples per device, or "
+            "activation checkpointing"
+        )
+    best = min(fitting, key=lambda i: plans[i].time.exposed)
+    slack = WORTH_A_STAGE * plans[best].time.step
+    near = [i for i in fitting if plans[i].time.exposed <= plans[best].time.exposed + slack]
+    chosen = min(near, key=lambda i: (_complexity(plans[i].config), plans[i].time.exposed))
+    one = plans[chosen]
+    reasons = [
+        f"{one.name}: the least exposed communication that fits, {one.time.exposed:.3g} s per step beyond "
+        f"{one.time.compute:.3g} s of compute, in {one.memory.total / 1e9:.1f} of {capacity / 1e9:.1f} GB"
+    ]
+    if chosen != best:
+        gain = one.time.exposed - plans[best].time.exposed
+        reasons.append(f"{plans[best].name} would save {gain:.2g} s, under {WORTH_A_STAGE:.0%} of a step")
+    if misfits := [p.name for p in plans if not p.memory.fits]:
+        reasons.append(f"does not fit: {', '.join(misfits)}")
+    return chosen, "; ".join(reasons)
+
+
+def _complexity(config: ZeroConfig) -> tuple[int, int]:
+    techniques = sum(bool(getattr(config, name)) for name in NICKNAMES)
+    return techniques, config.stage

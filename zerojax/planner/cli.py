@@ -1,0 +1,237 @@
+"""The command `zerojax`: `zerojax plan MODEL ...` plans training steps for a cluster that is not there.
+
+MODEL is `gpt:7.5b`, `gpt:18b`, `gpt:128b`, `gpt:1t`, or `MODULE:FUNCTION`, a function without arguments that returns
+the loss, the shapes and the optimizer: `(loss_fn, params_shapes, batch_shapes, tx)`, or a `Subject` of
+`zerojax.planner.models`.
+Exit status: 0; 1 when nothing fits; 2 for what cannot be planned, with one line that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.config import ZeroConfig
+from zerojax.planner.advice import comparison_configs
+from zerojax.planner.gpus import TARGETS, PluginMissing
+from zerojax.planner.models import GPT_SHAPES, Subject, gpt
+from zerojax.planner.plan import Progress, subject_plan
+from zerojax.planner.records import Plan
+
+_MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
+_MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    options = _parser().parse_args(argv)
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # nothing runs: leave the GPUs of this machine alone
+    try:
+        return _run(options)
+    except (ValueError, TypeError, PluginMissing, ModuleNotFoundError) as error:
+        print(f"zerojax plan: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.plot and not _is_installed("matplotlib"):
+        raise ModuleNotFoundError(_MISSING_MATPLOTLIB)
+    if not options.json and not _is_installed("rich"):
+        raise ModuleNotFoundError(_MISSING_RICH)
+    if options.plot and not Path(options.plot).parent.is_dir():
+        raise ValueError(f"--plot {options.plot}: the folder does not exist")
+    configs = _configs(options)
+    subject = _subject(options)
+    with _without_remarks(), _progress(quiet=options.json) as progress:
+        plan = subject_plan(
+            subject, configs=configs, progress=progress, target=options.target, num_nodes=options.nodes,
+            devices_per_node=options.gpus_per_node, bandwidth=options.bandwidth, efficiency=options.efficiency,
+            examples_per_device=options.examples_per_device, microbatches=options.microbatches,
+            compiles=False if options.no_compile else options.compile or None,
+            largest_microbatch=not options.no_largest_microbatch,
+        )  # fmt: skip
+    _show(plan, options)
+    if not plan.fits:
+        print(f"zerojax plan: {plan.recommendation}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO for JAX")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
+        "plan", help="memory, traffic and time of a training step on a cluster that is not there", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = plan.add_argument
+    add("model", help=f"{', '.join(f'gpt:{name}' for name in GPT_SHAPES)} or MODULE:FUNCTION")
+    add("--target", default="h100", help=f"{', '.join(TARGETS)}, or a .toml file with the facts of a GPU")
+    add("--nodes", type=int, default=48)
+    add("--gpus-per-node", type=int, default=8)
+    add("--stage", type=int, default=3, choices=(0, 1, 2, 3))
+    add("--zero-plus-plus", action="store_true", help="all three techniques below in their default formats")
+    add("--quantize-weights", metavar="FORMAT", help="int8 or int4 (qwZ)")
+    add("--secondary", action="store_true", help="node-local copy of the weights for the backward pass (hpZ)")
+    add("--quantize-gradients", metavar="INSIDE[,BETWEEN]", help="int8, int4, or int8,int4 (qgZ)")
+    add("--error-feedback", action="store_true")
+    add("--compare", action="store_true", help="all stages and techniques side by side")
+    add("--recommend", action="store_true", help="compare, and pick the least communication that fits")
+    add("--bandwidth", help="into a node, from all others together: 400GB/s, 3200Gbit/s (default: 50 GB/s per GPU)")
+    add("--efficiency", type=float, default=0.5, help="share of the peak FLOP/s that matrix products reach")
+    add("--examples-per-device", type=int, help="in a device's microbatch (default: the function's batch; 1 for gpt)")
+    add("--microbatches", type=int, default=1)
+    add("--sequence-length", type=int, help="of the built-in models (default: 2048)")
+    compiles = plan.add_mutually_exclusive_group()
+    compiles.add_argument("--compile", action="store_true", help="fail where XLA's CUDA plugin is missing")
+    compiles.add_argument("--no-compile", action="store_true", help="from placements alone")
+    add("--no-largest-microbatch", action="store_true", help="one compile per configuration instead of two")
+    add("--json", action="store_true", help="the whole plan as JSON on the standard output")
+    add("--plot", metavar="FILE.png", help="bars of memory by class and of traffic by axis")
+    return parser
+
+
+def _configs(options: argparse.Namespace) -> list[ZeroConfig]:
+    fields: dict[str, Any] = {"stage": options.stage}
+    if options.zero_plus_plus:
+        all_three = ZeroConfig.zero_plus_plus(stage=options.stage)
+        fields = {field.name: getattr(all_three, field.name) for field in dataclasses.fields(ZeroConfig)}
+    if options.quantize_weights:
+        fields["quantize_weights"] = options.quantize_weights
+    if options.secondary:
+        fields["secondary"] = True
+    if options.quantize_gradients:
+        parts = options.quantize_gradients.split(",")
+        fields["quantize_gradients"] = parts[0] if len(parts) == 1 else tuple(parts)
+    if options.error_feedback:
+        fields["error_feedback"] = True
+    asked = ZeroConfig(**fields)
+    if not (options.compare or options.recommend):
+        return [asked]
+    return list(dict.fromkeys([*comparison_configs(asked), asked]))
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    module_name, _, function_name = options.model.partition(":")
+    if module_name == "gpt":
+        if function_name not in GPT_SHAPES:
+            raise ValueError(f"unknown model {options.model!r}: give gpt: and one of {', '.join(GPT_SHAPES)}")
+        shape = GPT_SHAPES[function_name]
+        if options.sequence_length is not None:
+            shape = dataclasses.replace(shape, length=options.sequence_length)
+        if options.examples_per_device is None:
+            options.examples_per_device = 1
+        return gpt(shape, name=options.model)
+    if options.sequence_length is not None:
+        raise ValueError("--sequence-length is for the built-in models; your function gives the shapes of its batch")
+    if not function_name:
+        raise ValueError(f"model {options.model!r}: give MODULE:FUNCTION, or gpt: and one of {', '.join(GPT_SHAPES)}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module does
+        raise ValueError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"module {module_name!r} has no function {function_name!r}")
+    try:
+        found = function()
+    except Exception as error:  # whatever the user's function does
+        raise ValueError(f"{options.model} failed: {type(error).__name__}: {error}") from error
+    return _as_subject(found, options.model)
+
+
+def _as_subject(found: Any, name: str) -> Subject:
+    """What a user's function returned: a Subject, its fields, or loss, shapes and optimizer."""
+    if isinstance(found, Subject):
+        return dataclasses.replace(found, name=name) if found.name == "model" else found
+    if isinstance(found, dict):
+        return Subject(**{"name": name, **found})
+    if isinstance(found, tuple) and len(found) == 4:
+        return Subject(*found, name=name)
+    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[1], tuple) and len(found[1]) == 2:
+        return Subject(found[0], *found[1], found[2], name=name)
+    raise ValueError(
+        f"{name} must return (loss_fn, params_shapes, batch_shapes, tx), but returned a {type(found).__name__}"
+    )
+
+
+def _show(plan: Plan, options: argparse.Namespace) -> None:
+    if options.json:
+        print(plan.to_json())
+    else:
+        from rich.console import Console
+
+        from zerojax.planner.report import print_plan
+
+        print_plan(plan, Console())
+    if options.plot:
+        from zerojax.planner.report import draw_plan
+
+        draw_plan(plan, options.plot)
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress | None]:
+    """One bar for all compiles, on the standard error."""
+    if quiet or not _is_installed("rich"):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tracing", total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text or "done")
+
+
+@contextlib.contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Drops what the compiler writes to file descriptor 2 about programs that do not fit; the plan says it better.
+
+    Python's own standard error goes on. TF_CPP_MIN_LOG_LEVEL=0 keeps the remarks (JAX itself sets it to 1).
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+        yield
+        return
+    python_stderr = sys.stderr
+    python_stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        with contextlib.suppress(OSError, ValueError):  # a standard error that is no file stays as it is
+            if python_stderr.fileno() == 2:
+                sys.stderr = os.fdopen(os.dup(saved), "w", buffering=1)
+        yield
+    finally:
+        if sys.stderr is not python_stderr:
+            sys.stderr.close()
+        sys.stderr = python_stderr
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join((str(error).strip() or repr(error)).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""A plan for people: tables of memory, traffic, time and advice on the terminal, and a picture.
+
+GB are 10^9 bytes of one device unless a heading says node; M is the bytes of the parameters in the dtype of the
+computation. The tables need rich, the picture (stacked bars of memory by class and of traffic by mesh axis, for each
+configuration) matplotlib; the JSON form of a plan needs neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zerojax.planner.records import ConfigPlan, Plan
+
+_MEANING = {
+    "params": "parameters", "master": "master weights", "moments": "optimizer moments",
+    "batch": "batch and counters", "error_feedback": "error feedback", "grads": "gradients",
+    "secondary": "secondary partition",
+    "activations": "activations, gathered weights, workspace", "code": "machine code", "outputs": "further results",
+}  # fmt: skip
+_MOST_LEAVES = 8
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints a plan; one configuration in full, several side by side and the recommended one in full."""
+    console.print(_heading(plan))
+    if len(plan.configs) > 1:
+        for table in _comparison(plan):
+            console.print(table)
+    index = 0 if len(plan.configs) == 1 else plan.recommended
+    if index is not None:
+        for part in _details(plan, plan.configs[index]):
+            console.print(part)
+    console.print(_advice(plan))
+
+
+def _heading(plan: Plan) -> Text:
+    links = plan.links
+    return Text.from_markup(
+        f"[bold]{plan.model}[/]: {plan.parameters / 1e9:.3g}B parameters, M = {_gb(plan.model_bytes)} GB; "
+        f"{plan.num_nodes} x {plan.devices_per_node} {plan.target.name}; "
+        f"{plan.examples_per_device} example{'s' * (plan.examples_per_device > 1)} per device"
+        + (f" x {plan.microbatches} microbatches" if plan.microbatches > 1 else "")
+        + f"; {links.node_bandwidth / 1e9:.4g} GB/s into a node, {links.link_bandwidth / 1e9:.4g} GB/s into a device "
+        "inside it\n"
+    )
+
+
+def _comparison(plan: Plan) -> Iterator[Table]:
+    table = _table("Memory: GB per device; mb: examples of the largest microbatch")
+    compiled = any(one.is_compiled for one in plan.configs)
+    for name in ("", "params", "grads", "optim.", "2nd", *(["activ."] if compiled else []), "total", "fits", "mb"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for index, one in enumerate(plan.configs):
+        held = one.memory.classes
+        table.add_row(
+            _label(plan, index), _gb(held["params"]), _gb(held["grads"]),
+            _gb(held["master"] + held["moments"] + held["error_feedback"]), _gb(held["secondary"]),
+            *([_gb(held.get("activations"))] if compiled else []),
+            _gb(one.memory.total), "[green]yes[/]" if one.memory.fits else "[red]no[/]",
+            "" if one.largest is None else str(one.largest.examples),
+        )  # fmt: skip
+    yield table
+    table = _table("Per step: GB into a device and into a node; seconds by the model")
+    for name in ("", "device", "node", "node/M", "net s", "link s", "quant", "hidden", "step"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for index, one in enumerate(plan.configs):
+        t = one.time
+        table.add_row(
+            _label(plan, index), _gb(one.received_bytes), _gb(one.node_bytes),
+            f"{one.node_bytes / max(plan.model_bytes, 1):.3f}",
+            *(f"{value:.3g}" for value in (t.between_nodes, t.inside_node, t.passes, t.hidden, t.step)),
+        )  # fmt: skip
+    yield table
+
+
+def _label(plan: Plan, index: int) -> str:
+    """A short name for a narrow table, the recommended configuration marked."""
+    words = plan.configs[index].name.removeprefix("stage ").split(" + ")
+    short = " ".join([words[0], *(word.split()[0] for word in words[1:])])
+    return f"[bold]→ {short}[/]" if index == plan.recommended else f"  {short}"
+
+
+def _details(plan: Plan, one: ConfigPlan) -> Iterator[RenderableType]:
+    yield Text(f"\n{one.name}", style="bold")
+    for line in (one.error, one.notice):
+        if line:
+            yield Text(line, style="yellow")
+    yield _memory(one)
+    if one.replicated:
+        yield _replicated(one)
+    yield _traffic(plan, one)
+    yield _time(plan, one)
+
+
+def _memory(one: ConfigPlan) -> Group:
+    table = _table("Memory per device")
+    table.add_column("class")
+    table.add_column("GB", justify="right")
+    memory = one.memory
+    for name, size in memory.classes.items():
+        if size:
+            table.add_row(_MEANING[name], _gb(size))
+    table.add_section()
+    table.add_row("total" if memory.compiled else "total without activations", _gb(memory.total))
+    table.add_row("usable", _gb(memory.capacity), style="green" if memory.fits else "red")
+    table.add_row("offloaded to the host", _gb(memory.offloaded))
+    if memory.compiled:
+        table.add_section()
+        table.add_row("arguments, predicted", f"{memory.predicted_arguments / 1e9:.6f}")
+        table.add_row("arguments, compiled", f"{(memory.predicted_arguments + memory.difference) / 1e9:.6f}")
+        table.add_row("temporaries, compiled", _gb(memory.compiled.temp))
+    lines = [memory.explanation]
+    if one.largest is not None:
+        lines.append(f"largest microbatch that fits: {one.largest.examples} examples per device ({one.largest.method})")
+    return Group(table, Text("\n".join(lines), style="dim"))
+
+
+def _replicated(one: ConfigPlan) -> Table:
+    total = sum(r.bytes for r in one.replicated)
+    table = _table(f"Held whole by every device: {_gb(total)} GB in {len(one.replicated)} leaves")
+    for name in ("class", "leaf", "MB", "why"):
+        table.add_column(name, justify="right" if name == "MB" else "left")
+    for leaf in one.replicated[:_MOST_LEAVES]:
+        table.add_row(leaf.what, leaf.path, f"{leaf.bytes / 1e6:,.3f}", leaf.reason)
+    if rest := one.replicated[_MOST_LEAVES:]:
+        table.add_row("", f"and {len(rest)} more", f"{sum(r.bytes for r in rest) / 1e6:,.3f}", "")
+    return table
+
+
+def _traffic(plan: Plan, one: ConfigPlan) -> Group:
+    source = "compiled program" if one.is_compiled else "placements"
+    table = _table(f"Communication: GB per step into a device and into a node ({source})", padding=0)
+    for name in ("phase", "collective", "axes", "dtype", "loop", "manner", "runs", "device", "node"):
+        number = name in ("runs", "device", "node")
+        # Long names are broken in two, numbers and manner never.
+        table.add_column(name, justify="right" if number else "left", no_wrap=number or name == "manner",
+                         overflow="fold")  # fmt: skip
+    small = [s for s in one.streams if s.received_bytes < 1e-3 * one.received_bytes]
+    for s in one.streams:
+        if s not in small:
+            table.add_row(
+                s.phase, s.kind, "+\n".join(s.axes), "+\n".join(s.dtypes), "loop" if s.in_loop else "once",
+                s.manner.replace("asynchronous", "async"),
+                str(s.executions), _gb(s.received_bytes), _gb(s.node_bytes),
+            )  # fmt: skip
+    if small:
+        table.add_row("", f"{len(small)} smaller", "", "", "", "", str(sum(s.executions for s in small)),
+                      _gb(sum(s.received_bytes for s in small)), _gb(sum(s.node_bytes for s in small)))  # fmt: skip
+    m = max(plan.model_bytes, 1)
+    table.add_section()
+    table.add_row("all", "", "", "", "", "", "", _gb(one.received_bytes), _gb(one.node_bytes))
+    table.add_row("in M", "", "", "", "", "", "", f"{one.received_bytes / m:.3f}", f"{one.node_bytes / m:.3f}")
+    table.add_row("predicted", "", "", "", "", "", "", _gb(one.predicted_received), _gb(one.predicted_node))
+    return Group(table, Text(one.explanation, style="dim"))
+
+
+def _time(plan: Plan, one: ConfigPlan) -> Group:
+    table = _table("Time per step, by the model")
+    table.add_column("part")
+    table.add_column("s", justify="right")
+    t = one.time
+    for name, value in (
+        ("compute", t.compute), ("between nodes", t.between_nodes), ("inside nodes", t.inside_node),
+        ("quantising", t.passes), ("hidden behind compute", 0.0 - t.hidden),
+    ):  # fmt: skip
+        table.add_row(name, f"{value:.4g}")
+    table.add_section()
+    table.add_row("step", f"{t.step:.4g}")
+    share = plan.links.flops / plan.target.peak_bf16_flops
+    note = (
+        f"{plan.flops / 1e12:.4g} TFLOP per device ({plan.flops_source}) at {share:.0%} of the peak; bytes over link "
+        "bandwidth, no latency; asynchronous collectives with compute beside them count as hidden as far as it reaches"
+    )
+    return Group(table, Text(note, style="dim"))
+
+
+def _advice(plan: Plan) -> Text:
+    lines = ["", *(t.advice for t in plan.techniques), "", plan.recommendation]
+    return Text("\n".join([*lines, *([plan.lacking] if plan.lacking else [])]))
+
+
+def _table(title: str, padding: int = 1) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, padding, 0, 0))
+
+
+def _gb(size: float | None) -> str:
+    """GB with three digits."""
+    if size is None:
+        return ""
+    value = size / 1e9
+    if value < 5e-7:
+        return "0"
+    return f"{value:.1f}" if value >= 100 else f"{value:.{2 - math.floor(math.log10(value))}f}"
+
+
+def draw_plan(plan: Plan, path: str | Path) -> None:
+    """Writes the picture; the suffix of `path` chooses the format.
+
+    Args:
+        plan: what to draw.
+        path: file to write.
+    """
+    names = [one.name.replace(" + ", "\n+ ") for one in plan.configs]
+    figure = Figure(figsize=(max(7.0, 1.4 * len(names) + 3), 8.5), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
+    classes = list(dict.fromkeys(name for one in plan.configs for name in one.memory.classes))
+    bars = {name: [one.memory.classes.get(name, 0) / 1e9 for one in plan.configs] for name in classes}
+    _stack(upper, names, bars)
+    upper.margins(y=0.05)
+    upper.axhline(plan.configs[0].memory.capacity / 1e9, color="black", linestyle="--", label="usable")
+    upper.set_ylabel("GB per device")
+    upper.set_title(f"{plan.model} on {plan.num_nodes} x {plan.devices_per_node} {plan.target.name}")
+    upper.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    axes = list(dict.fromkeys("+".join(s.axes) for one in plan.configs for s in one.streams))
+    bars = {
+        f"over {axis}": [
+            sum(s.received_bytes for s in one.streams if "+".join(s.axes) == axis) / 1e9 for one in plan.configs
+        ]
+        for axis in axes
+    }
+    _stack(lower, names, bars)
+    entering = [one.node_bytes / 1e9 for one in plan.configs]
+    lower.plot(range(len(names)), entering, "kD", label="into each node")
+    lower.set_ylabel("GB into a device per step")
+    lower.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+
+
+def _stack(axes: object, names: Sequence[str], bars: dict[str, list[float]]) -> None:
+    bottom = [0.0] * len(names)
+    for label, heights in bars.items():
+        if any(heights):
+            axes.bar(range(len(names)), heights, bottom=bottom, label=label)  # type: ignore[attr-defined]
+            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    axes.set_xticks(range(len(names)), names, fontsize="small")  # type: ignore[attr-defined]

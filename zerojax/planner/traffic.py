@@ -1,0 +1,328 @@
+"""Predicted traffic of a step, from placements alone, and how far a compiled program differs from it.
+
+The costs are those that stand beside each collective in `zerojax.collectives`, summed over the leaves: at stage 3 a
+gather in the forward and one in the backward pass and a reduction; at stages 1 and 2 a reduction and a gather of the
+updated parameters; at stage 0 an all-reduce. M being the bytes of the parameters, the ZeRO paper counts 2M, 2M, 2M, 3M
+into a device (arXiv 1910.02054, section 7), ZeRO++ 3M -> 0.75M into a node (arXiv 2306.10209, section 3). What the
+compiled program sends is read by `zerojax.hlo.program`; where the two differ by more than a percent, the explanation
+names the phase and kind of collective. Bytes are per step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.collectives.select import has_secondary, layout_collectives
+from zerojax.config import QuantFormat, ZeroConfig
+from zerojax.gather.uses import LeafUse
+from zerojax.hlo.collective import node_share
+from zerojax.hlo.program import CompiledProgram
+from zerojax.layout.layout import Layout
+from zerojax.layout.placement import Placement
+from zerojax.planner.records import Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One leaf (all its layers) moved over one mesh axis, or flat over several, in one phase of a step.
+
+    Attributes:
+        path: key path of the leaf.
+        phase: "forward", "backward" or "update" (all that follows the backward pass).
+        kind: of collective, as in compiled programs.
+        axes: mesh axes of more than one device that it spans, outermost first.
+        dtype: on the wire; "int8" and "int4" with their scales.
+        in_loop: whether it is repeated for each layer of a scan.
+        received_bytes: bytes into each device per step.
+        node_bytes: bytes into each node per step.
+        executions: how often such a collective runs.
+        pass_bytes: bytes of device memory read and written to quantise and dequantise.
+    """
+
+    path: str
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    in_loop: bool
+    received_bytes: int
+    node_bytes: int
+    executions: int
+    pass_bytes: int = 0
+
+
+def predict_traffic(
+    layout: Layout,
+    uses: Sequence[tuple[LeafUse, ...]] | None = None,
+    *,
+    microbatches: int = 1,
+    num_nodes: int | None = None,
+) -> tuple[Move, ...]:
+    """Predicts what one step moves.
+
+    Args:
+        layout: the layout; its mesh may be a `jax.sharding.AbstractMesh`.
+        uses: how the loss uses each leaf, from `zerojax.gather.uses`. None: once, in the dtype in which it is stored.
+        microbatches: gradient accumulation. Gathers, and the reductions of stages 2 and 3, are repeated in each.
+        num_nodes: machines. None: the size of the first of two data axes; one for a single axis.
+
+    >>> import jax, zerojax
+    >>> mesh = jax.sharding.AbstractMesh((48, 8), ("node", "local"))
+    >>> model = {"w": jax.ShapeDtypeStruct((6144, 24576), jnp.bfloat16)}
+    >>> layout = zerojax.partition(model, mesh, zerojax.ZeroConfig(stage=3))
+    >>> M = 2 * 6144 * 24576
+    >>> round(sum(move.node_bytes for move in predict_traffic(layout)) / M, 2)  # 3 (n - 1) / n
+    2.94
+    """
+    if uses is None:
+        uses = [(LeafUse(p.dtype),) for p in layout.leaves]
+    nodes = num_nodes or (layout.mesh.shape[layout.config.axes[0]] if len(layout.config.axes) == 2 else 1)
+    moves: list[Move] = []
+    for placement, of_leaf in zip(layout.leaves, uses, strict=True):
+        moves += _LeafTraffic(layout, _own_part(placement, layout), microbatches, nodes).moves(of_leaf)
+    return tuple(moves)
+
+
+def paper_volume(config: ZeroConfig, *, two_level: bool) -> float:
+    """The papers' volume of a step, in units of M = bytes of the parameters in 2-byte floats; scales not counted.
+
+    Args:
+        config: stage and techniques.
+        two_level: bytes into each node of many (arXiv 2306.10209, section 3); otherwise into each device of many
+            (arXiv 1910.02054, section 7).
+
+    >>> [paper_volume(ZeroConfig(stage=s), two_level=False) for s in (0, 1, 2, 3)]
+    [2.0, 2.0, 2.0, 3.0]
+    >>> paper_volume(ZeroConfig.zero_plus_plus(), two_level=True)
+    0.75
+    """
+    weights, pair = config.quantize_weights, config.quantize_gradients
+    gather = weights.bits / 16 if isinstance(weights, QuantFormat) else 1.0
+    reduce = pair[1].bits / 16 if isinstance(pair, tuple) and isinstance(pair[1], QuantFormat) else 1.0
+    if config.stage < 3:
+        return 1.0 + reduce
+    backward = 0.0 if config.secondary and two_level else gather
+    return gather + backward + reduce
+
+
+def secondary_bytes(layout: Layout, uses: Sequence[tuple[LeafUse, ...]] | None = None) -> int:
+    """Bytes of the node-local secondary partition that each device keeps from forward to backward (hpZ).
+
+    Args:
+        layout: the layout.
+        uses: as for `predict_traffic`.
+    """
+    if layout.stage < 3 or not has_secondary(layout):
+        return 0
+    if uses is None:
+        uses = [(LeafUse(p.dtype),) for p in layout.leaves]
+    sizes, gather_bytes = layout.mesh.shape, layout_collectives(layout).gather_bytes
+    total = 0
+    for placement, of_leaf in zip(layout.leaves, uses, strict=True):
+        for use in of_leaf:
+            part, layers = _layer(_own_part(placement, layout).with_dtype(use.dtype), use, layout)
+            if part.is_sharded:
+                # Over the last axis a gather receives (size - 1) times what is held, and that is the secondary.
+                last = part.axes[-1]
+                total += layers * gather_bytes(part, sizes)[last] // (sizes[last] - 1)
+    return total
+
+
+class _LeafTraffic:
+    """The moves of one leaf."""
+
+    def __init__(self, layout: Layout, placement: Placement, microbatches: int, num_nodes: int) -> None:
+        self.layout, self.placement, self.microbatches = layout, placement, microbatches
+        self.sizes = dict(layout.mesh.shape)
+        self.num_nodes = num_nodes
+        self.collectives = layout_collectives(layout)
+
+    def moves(self, uses: Sequence[LeafUse]) -> list[Move]:
+        p, stage = self.placement, self.layout.stage
+        found: list[Move] = []
+        if not p.axes:  # one device
+            return found
+        for use in uses:
+            if stage >= 3 and p.is_sharded:
+                found += self._gathers(use)
+            if p.trainable and stage >= 2 and p.is_sharded:
+                found += self._reductions(use, p.with_dtype(use.dtype), self.microbatches)
+        if not p.trainable:
+            return found
+        once = LeafUse(p.dtype)
+        if stage == 0 or not p.is_sharded:
+            # Whole gradients, summed over microbatches first.
+            found += self._reductions(once, dataclasses.replace(p, dim=None, padding=0), 1)
+        else:
+            if stage == 1:
+                found += self._reductions(once, p, 1)
+            if stage < 3:
+                count = p.num_shards
+                received = p.shard_bytes * (count - 1)
+                found.append(self._move("update", "all-gather", p.axes, p.dtype.name, False, received, 1))
+        return found
+
+    def _gathers(self, use: LeafUse) -> list[Move]:
+        part, layers = _layer(self.placement.with_dtype(use.dtype), use, self.layout)
+        config = self.layout.config
+        by_axis = self.collectives.gather_bytes(part, self.sizes)
+        quantized = config.quantize_weights if part.is_quantized else None
+        name = _wire_name(quantized, use.dtype)
+        has_held = has_secondary(self.layout)
+        # Levels are read and floats written for the whole leaf, the reverse for the shard.
+        first = part.axes[0]
+        message = by_axis[first] // (self.sizes[first] - 1)
+        passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
+        found = []
+        for phase in ("forward", "backward") if use.in_backward else ("forward",):
+            for axis, received in by_axis.items():
+                last = axis == part.axes[-1]
+                if has_held and phase == "backward" and not last:
+                    continue
+                # A secondary partition is made once, for all microbatches.
+                times = layers * (1 if has_held and not last else self.microbatches)
+                spent = passes * layers * self.microbatches if last else 0
+                found.append(self._move(phase, "all-gather", (axis,), name, layers > 1, received * times, times, spent))
+        return found
+
+    def _reductions(self, use: LeafUse, placement: Placement, times: int) -> list[Move]:
+        part, layers = _layer(placement, use, self.layout)
+        config = self.layout.config
+        pair = config.quantize_gradients if part.is_quantized else None
+        plain = jnp.dtype(config.grad_dtype) if config.grad_dtype else part.dtype
+        by_axis = self.collectives.reduce_bytes(part, self.sizes)
+        # Reduced where it arises, or whole gradients after the backward pass.
+        phase = "backward" if self.layout.stage >= 2 and part.is_sharded else "update"
+        kind = "all-to-all" if pair else "reduce-scatter" if part.is_sharded else "all-reduce"
+        found = []
+        for axis, received in by_axis.items():
+            axes = tuple(axis.split("+")) if kind == "all-reduce" else (axis,)
+            fmt = None if not isinstance(pair, tuple) else pair[1] if axis == config.axes[0] else pair[0]
+            passes = 0
+            if isinstance(fmt, QuantFormat):
+                sent = received * self.sizes[axis] // (self.sizes[axis] - 1)
+                first_hop = axis == part.axes[-1]
+                # Written, sent, read again; the gradient is read before the first hop, the shard written at the end.
+                shard = 4 * math.prod(part.shard_shape)
+                passes = 2 * sent + (part.shard_bytes * part.num_shards if first_hop else shard)
+            count = layers * times
+            found.append(
+                self._move(phase, kind, axes, _wire_name(fmt, plain), count > 1, received * count, count,
+                           passes * count)
+            )  # fmt: skip
+        return found
+
+    def _move(
+        self, phase: str, kind: str, axes: tuple[str, ...], dtype: str, in_loop: bool, received: int, executions: int,
+        passes: int = 0,
+    ) -> Move:  # fmt: skip
+        entering = round(received * node_share(kind, axes, tuple(self.sizes.items()), self.num_nodes))
+        return Move(self.placement.path, phase, kind, axes, dtype, in_loop, received, entering, executions, passes)
+
+
+def _layer(placement: Placement, use: LeafUse, layout: Layout) -> tuple[Placement, int]:
+    """What moves at once, and how many times: a layer of a scanned stack; small stacks move whole, unquantised."""
+    if use.layers == 1 or not placement.shape or placement.shape[0] != use.layers or placement.dim == 0:
+        return placement, 1
+    if math.prod(placement.shape[1:]) < layout.config.min_shard_size:
+        return placement.unquantized(), 1
+    return placement.without_leading_dim(), use.layers
+
+
+def _own_part(placement: Placement, layout: Layout) -> Placement:
+    """The leaf cut down to one device's part along the mesh axes that are not data axes."""
+
+    def part(extent: int, entry: str | tuple[str, ...] | None) -> int:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return extent // math.prod(layout.mesh.shape[name] for name in names)
+
+    shape = tuple(map(part, placement.shape, placement.spec))
+    return dataclasses.replace(placement, shape=shape)
+
+
+def _wire_name(fmt: object, dtype: np.dtype) -> str:
+    if isinstance(fmt, QuantFormat):
+        return "e2m1" if fmt.levels == "e2m1" else f"int{fmt.bits}"
+    return dtype.name
+
+
+_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "uint8", "u16": "uint16"}
+# Differences below this share of the traffic are padding of quantisation blocks and shards, scalars and metrics.
+_NOTABLE = 0.01
+
+
+def program_streams(program: CompiledProgram, layout: Layout) -> tuple[Stream, ...]:
+    """The rows of a compiled program; what is neither forward nor backward is the update and the metrics."""
+    rows = [
+        Stream(
+            phase="update" if row.phase == "other" else row.phase,
+            kind=row.kind,
+            axes=row.axes,
+            dtypes=tuple(_NAMES.get(d, d) for d in row.dtypes),
+            in_loop=row.in_loop,
+            manner=("overlapped" if row.overlapped else "asynchronous") if row.asynchronous else "blocking",
+            executions=row.executions,
+            received_bytes=row.received_bytes,
+            node_bytes=row.node_bytes,
+        )
+        for row in program.traffic()
+    ]
+    return _ordered(rows)
+
+
+def predicted_streams(moves: Sequence[Move]) -> tuple[Stream, ...]:
+    """The rows of a prediction: moves of one sort together."""
+    sorts: dict[tuple[str, str, tuple[str, ...], str, bool], list[Move]] = {}
+    for move in moves:
+        sorts.setdefault((move.phase, move.kind, move.axes, move.dtype, move.in_loop), []).append(move)
+    return _ordered(
+        Stream(
+            phase, kind, axes, (dtype,), in_loop, "", sum(m.executions for m in group),
+            sum(m.received_bytes for m in group), sum(m.node_bytes for m in group),
+        )
+        for (phase, kind, axes, dtype, in_loop), group in sorts.items()
+    )  # fmt: skip
+
+
+def explain_traffic(moves: Sequence[Move], streams: Sequence[Stream]) -> str:
+    """Where compiled and predicted traffic differ, in bytes into a device."""
+    predicted, found = _by_sort(moves), _by_sort(streams)
+    total = sum(predicted.values())
+    parts = []
+    for sort in sorted(predicted.keys() | found.keys()):
+        more = found.get(sort, 0) - predicted.get(sort, 0)
+        if abs(more) > _NOTABLE * max(total, 1):
+            parts.append(f"{' '.join(sort)}: {more / 1e9:+.3g} GB{_reason(sort, more)}")
+    if not parts:
+        return f"prediction and program agree within {_NOTABLE:.0%} in every phase"
+    return "the program differs from the prediction: " + "; ".join(parts)
+
+
+def _reason(sort: tuple[str, str], more: int) -> str:
+    phase, kind = sort
+    if phase == "update" and kind == "all-gather":
+        return " (the updated parameters travel in another dtype than stored, or stay sharded)"
+    if kind == "all-gather" and more > 0:
+        return " (a weight is gathered once for each use, or activations are gathered)"
+    if kind == "all-gather":
+        return " (the compiler shares a gather between uses)"
+    if kind in ("all-reduce", "reduce-scatter"):
+        return " (the compiler chose another reduction, or reduces in another phase or dtype)"
+    return ""
+
+
+def _by_sort(rows: Iterable[Move | Stream]) -> dict[tuple[str, str], int]:
+    sums: dict[tuple[str, str], int] = {}
+    for row in rows:
+        sums[row.phase, row.kind] = sums.get((row.phase, row.kind), 0) + row.received_bytes
+    return sums
+
+
+def _ordered(rows: Iterable[Stream]) -> tuple[Stream, ...]:
+    phases = ("forward", "backward", "update")
+    return tuple(sorted(rows, key=lambda row: (phases.index(row.phase), -row.received_bytes)))

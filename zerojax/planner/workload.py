@@ -1,0 +1,116 @@
+"""What a plan is made from, checked: the cluster, the shapes, the batch of one device, and where the loss uses what.
+
+Everything a user can get wrong is refused here, in one line, before anything is compiled. Knows nothing of what will be
+planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from zerojax.gather.uses import LeafUse, leaf_uses, traced_flops
+from zerojax.planner.gpus import GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
+from zerojax.planner.models import Subject, is_offloaded, without_sharding
+
+Tree = Any
+
+
+class Cluster(NamedTuple):
+    """What is planned for: the GPUs, and how they are joined."""
+
+    target: GpuTarget
+    num_nodes: int
+    devices_per_node: int
+    extra_axes: Mapping[str, int]
+
+    @property
+    def num_devices(self) -> int:
+        """All GPUs."""
+        return self.num_nodes * self.devices_per_node
+
+    def mesh(self, axes: tuple[str, ...], *, absent: bool) -> Any:
+        """A mesh with these data axes and the extra axes: of absent GPUs to compile for, or abstract."""
+        inner = math.prod(self.extra_axes.values())
+        local = self.devices_per_node // inner
+        data = (self.num_nodes, local) if len(axes) == 2 else (self.num_nodes * local,)
+        names, sizes = (*axes, *self.extra_axes), (*data, *self.extra_axes.values())
+        if absent:
+            if axes[0] != "node" and "node" in names:
+                raise ValueError(f"axis 'node' must be the first data axis, got axes {names}")
+            return absent_mesh(self.target, self.num_nodes, self.devices_per_node, names, shape=sizes)
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def trace_subject(subject: Subject, examples: int) -> tuple[list[tuple[LeafUse, ...]], int]:
+    """How the loss uses each parameter, and its FLOP, on one device's microbatch."""
+    shapes = (subject.params, subject.with_examples(examples).batch, subject.rest)
+    shapes = jax.tree.map(without_sharding, shapes)
+    try:
+        jaxpr = jax.make_jaxpr(lambda p, b, r: subject.loss_fn(p, b, *r))(*shapes)
+    except Exception as error:
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ValueError(f"the loss cannot be traced with these shapes: {type(error).__name__}: {first}") from error
+    return leaf_uses(jaxpr, len(jax.tree.leaves(subject.params))), traced_flops(jaxpr)
+
+
+def make_cluster(target: str | GpuTarget, num_nodes: int, devices_per_node: int, extra: Mapping[str, int]) -> Cluster:
+    """The cluster, its numbers checked and its GPU found."""
+    for field, value in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node), *extra.items()):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"plan({field}={value!r}): a positive integer is required")
+    inner = math.prod(extra.values())
+    if devices_per_node % inner:
+        raise ValueError(f"plan(extra_axes={dict(extra)}): {devices_per_node} devices per node must divide by {inner}")
+    return Cluster(target if isinstance(target, GpuTarget) else load_target(target), num_nodes, devices_per_node, extra)
+
+
+def lacking_compiler(compiles: bool | None) -> str:
+    """What the plan will lack; empty when it compiles."""
+    if compiles is False:
+        return "planned from placements alone (compiles=False): no activations, no schedule"
+    try:
+        check_plugin()
+    except PluginMissing as error:
+        if compiles:
+            raise
+        return f"planned from placements alone, without activations and schedule: {error}"
+    return ""
+
+
+def sized_subject(subject: Subject, examples: int | None, replicas: int, microbatches: int) -> tuple[Subject, int]:
+    """The subject with its global batch, and the examples of one device's microbatch."""
+    count = replicas * microbatches
+    for field, value in (("examples_per_device", examples), ("microbatches", microbatches)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"plan({field}={value!r}): a positive integer is required")
+    if examples is None:
+        leading = {x.shape[0] for x in jax.tree.leaves(subject.batch) if x.shape}
+        if len(leading) != 1 or (size := leading.pop()) % count or not size:
+            raise ValueError(
+                f"batch_shapes: the leading dim {sorted(leading) or size} must be one positive multiple of {replicas} "
+                f"data-parallel devices x {microbatches} microbatches; or pass examples_per_device"
+            )
+        return subject, size // count
+    return subject.with_examples(examples * count), examples
+
+
+def shapes_of(tree: Tree, what: str) -> Tree:
+    """A pytree of arrays or shapes as shapes; the shardings of shapes, and of arrays in host memory, are kept."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        found = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x), sharding=sharding)
+        return found if is_offloaded(found) else without_sharding(found)
+
+    try:
+        return jax.tree.map(shape_of, tree)
+    except TypeError as error:
+        raise ValueError(f"plan({what}=...) must hold arrays or jax.ShapeDtypeStructs: {error}") from error

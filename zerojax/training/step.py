@@ -1,0 +1,181 @@
+"""`make_train_step`: gradients, optimizer and parameters composed into one compiled step with donated buffers.
+
+The step is what a user would write from `value_and_grad` and `zero`; it adds metrics that are global values, and
+donation, so that parameters and state are updated in place. Knows nothing of collectives or placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax.gradients.local import Accumulation
+from zerojax.gradients.transform import gradient_function
+from zerojax.layout.layout import Layout
+from zerojax.training.loss_scaling import DynamicScale, is_at_floor, loss_scale_rule, next_loss_scale
+from zerojax.training.nonfinite import OnNonFinite, StoppingStep, init_nonfinite, judge, keep_if
+from zerojax.training.state import TrainState
+
+Tree = Any
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    microbatches: int = 1,
+    accumulation: Accumulation | None = None,
+    has_aux: bool = False,
+    weighted: bool = False,
+    mutable: bool = False,
+    clip_norm: float | None = None,
+    loss_scale: DynamicScale | str | None = None,
+    on_nonfinite: OnNonFinite | None = None,
+    donate: bool = True,
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    """One compiled training step.
+
+    Args:
+        loss_fn: as for `value_and_grad`.
+        tx: an optimizer made by `zerojax.zero(..., layout)`.
+        layout: the layout of the parameters.
+        microbatches: as for `value_and_grad`: gradient accumulation, with float32 accumulators.
+        accumulation: as for `value_and_grad`: "sharded" or "deferred".
+        has_aux: as for `value_and_grad`; the aux is returned under "aux".
+        weighted: as for `value_and_grad`.
+        mutable: the model carries a state beside its parameters, such as batch statistics, in `TrainState.model_state`:
+            the loss is `loss_fn(params, batch, model_state, *rest)` and returns (loss, new model state), or (loss, (new
+            model state, aux)) with `has_aux`. Floats are averaged over devices and microbatches, of integers
+            (counters) the largest is kept; a step that is skipped keeps the old state.
+        clip_norm: largest global norm of the gradient given to the optimizer; a larger one is scaled down to it.
+        loss_scale: dynamic loss scaling: a `DynamicScale`, or the profile "float16" (its defaults) or "bfloat16"
+            (none); with `TrainState.create(..., loss_scale=)` of the same rule. A step that overflows is skipped.
+        on_nonfinite: what becomes of a step whose loss or gradient is not finite on any device. "ignore" applies it.
+            "skip" leaves parameters, optimizer state, feedback and model state as they were, bit for bit. "raise" does
+            so too, does the same in all steps after it, and raises `NonFiniteError` two calls later (the host is not
+            made to wait for the step that it has just started) or in `TrainState.check()`; the state in hand is then
+            that before the step that failed. With loss scaling, "raise" stops only at an overflow that would lower a
+            scale at its floor. None: "ignore", or "raise" with loss scaling, so that training never stands still
+            unnoticed.
+        donate: give the old state's buffers to the new one. The old state cannot be used afterwards.
+
+    Returns:
+        A function `step(state, batch, *rest) -> (state, metrics)`; metrics are scalars, the same on every device:
+        "loss", "grad_norm" (of the mean gradient, before clipping), "clipped_norm" with `clip_norm`, "examples" in the
+        batch, "tokens" with `weighted` (the sum of all weights), "loss_scale" (of this step) with loss scaling; why a
+        step was not finite and how often: "loss_finite", "grads_finite", "loss_nonfinite_steps",
+        "grads_nonfinite_steps", "skipped", and "stopped" (see `NonFinite.stopped`); and "aux".
+
+    Raises:
+        ValueError: as `value_and_grad`; a batch that does not divide into the microbatches.
+        NonFiniteError: from a later call, see `on_nonfinite`.
+
+    >>> import zerojax
+    >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+    >>> layout = zerojax.partition({"w": jnp.ones((8,))}, mesh, zerojax.ZeroConfig(min_shard_size=0))
+    >>> tx = zerojax.zero(optax.sgd(0.1), layout)
+    >>> state = zerojax.TrainState.create(layout.shard({"w": jnp.ones((8,))}), tx)
+    >>> state, metrics = make_train_step(lambda p, x: jnp.mean(x @ p["w"]), tx, layout)(state, jnp.ones((16, 8)))
+    >>> int(state.step), float(metrics["loss"])
+    (1, 8.0)
+    """
+    rule = loss_scale_rule(loss_scale)
+    if on_nonfinite not in (None, "ignore", "skip", "raise"):
+        raise ValueError(f"make_train_step(on_nonfinite={on_nonfinite!r}): use 'ignore', 'skip' or 'raise'")
+    if on_nonfinite == "ignore" and rule is not None:
+        raise ValueError(
+            "make_train_step(on_nonfinite='ignore', loss_scale=...): loss scaling finds its scale by overflows, which "
+            "must not be applied; use 'skip' or 'raise'"
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"make_train_step(clip_norm={clip_norm!r}): a positive norm is required")
+    grad_fn = gradient_function(
+        loss_fn, layout, has_aux=has_aux, weighted=weighted, mutable=mutable, microbatches=microbatches,
+        accumulation=accumulation,
+    )  # fmt: skip
+    manner: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
+
+    def step(state: TrainState, batch: Tree, *rest: Any) -> tuple[TrainState, dict[str, Any]]:
+        _check_state(state, rule, mutable, manner)
+        scale = state.loss_scale
+        out = grad_fn(
+            state.params, batch, *rest, feedback=state.feedback, model_state=state.model_state,
+            loss_scale=None if scale is None else scale.scale,
+        )  # fmt: skip
+        grads = out.grads if scale is None else jax.tree.map(lambda g: _wide(g) / scale.scale, out.grads)
+        norm = optax.tree.norm(jax.tree.map(_wide, grads))
+        metrics: dict[str, Any] = {"loss": out.loss, "grad_norm": norm, "examples": _examples(batch)}
+        if weighted:
+            metrics["tokens"] = out.weight
+        if clip_norm is not None:
+            factor = jnp.minimum(1.0, clip_norm / norm)
+            grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+            metrics["clipped_norm"] = norm * factor
+        metrics |= {"loss_finite": jnp.isfinite(out.loss), "grads_finite": jnp.isfinite(norm)}
+        at_floor = None if scale is None or rule is None else is_at_floor(scale, rule)
+        counts = init_nonfinite() if state.nonfinite is None else state.nonfinite
+        verdict = judge(counts, metrics["loss_finite"], metrics["grads_finite"], manner, at_floor)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
+        new = optax.apply_updates(state.params, updates), opt_state, out.feedback, out.model_state
+        if manner != "ignore":
+            old = state.params, state.opt_state, state.feedback, state.model_state
+            new = keep_if(verdict.keeps_old, old, new)
+        params, opt_state, feedback, model_state = new
+        new_scale = scale
+        if scale is not None and rule is not None:
+            metrics["loss_scale"] = scale.scale
+            finite = metrics["loss_finite"] & metrics["grads_finite"]
+            new_scale = keep_if(~verdict.runs, scale, next_loss_scale(scale, finite, rule))
+        skipped = jnp.zeros((), jnp.int32) if state.skipped is None else state.skipped
+        skipped += verdict.keeps_old & verdict.runs
+        metrics |= {
+            "skipped": skipped,
+            "loss_nonfinite_steps": verdict.counts.loss_steps,
+            "grads_nonfinite_steps": verdict.counts.grad_steps,
+            "stopped": verdict.counts.stopped,
+        }
+        if has_aux:
+            metrics["aux"] = out.aux
+        done = TrainState(
+            state.step + verdict.runs, params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
+            skipped if state.skipped is not None else None,
+            verdict.counts if state.nonfinite is not None else None, model_state,
+        )  # fmt: skip
+        return done, metrics
+
+    compiled = jax.jit(step, donate_argnums=(0,) if donate else ())
+    return StoppingStep(compiled) if manner == "raise" else compiled
+
+
+def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, manner: OnNonFinite) -> None:
+    if (state.loss_scale is None) != (rule is None):
+        raise ValueError(
+            "make_train_step(loss_scale=...) and TrainState.create(..., loss_scale=...) must be given the same rule, "
+            "or neither any"
+        )
+    if manner == "raise" and state.nonfinite is None:
+        raise ValueError(
+            "make_train_step(on_nonfinite='raise') marks in TrainState.nonfinite that training has stopped, which is "
+            "None in this state; make the state with TrainState.create(...)"
+        )
+    if mutable != bool(jax.tree.leaves(state.model_state)):
+        raise ValueError(
+            "make_train_step(mutable=True) and TrainState.create(..., model_state=...) belong together: one was given "
+            "without the other"
+        )
+
+
+def _examples(batch: Tree) -> jax.Array:
+    """The number of examples: the leading dim of the batch, that of most of its leaves if they differ; int32's largest
+    if there are more, as in a plan that looks for the largest batch."""
+    sizes = [x.shape[0] for x in jax.tree.leaves(batch) if x.shape]
+    return jnp.int32(min(max(sizes, key=sizes.count, default=0), 2**31 - 1))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
