@@ -20,7 +20,7 @@ import zerojax
 from zerojax.collectives.plain import plain_collectives
 from zerojax.collectives.quantized import quantized_gradients, quantized_weights
 from zerojax.config import GRADIENT_FORMATS, WEIGHT_FORMATS, QuantFormat
-from zerojax.layout.mesh import wide_axes
+from zerojax.layout.mesh import nontrivial_axes
 from zerojax.layout.placement import place
 
 AXES = ("node", "local")
@@ -41,7 +41,7 @@ def make_mesh(nodes, local):
 
 def placed(shape, mesh, dtype=jnp.float32):
     return place(
-        f"{shape}", shape, jnp.dtype(dtype), axes=wide_axes(mesh, AXES), num_shards=mesh.size, min_shard_size=0,
+        f"{shape}", shape, jnp.dtype(dtype), axes=nontrivial_axes(mesh, AXES), num_shards=mesh.size, min_shard_size=0,
         quantize_above=0,
     )  # fmt: skip
 

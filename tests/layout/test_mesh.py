@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 
 import zerojax
-from zerojax.layout.mesh import check_data_axes, data_size, other_axes, wide_axes
+from zerojax.layout.mesh import check_data_axes, data_size, nontrivial_axes, other_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def test_extra_axes_are_inside_a_node():
     assert dict(mesh.shape) == {"node": 2, "local": 2, "model": 2}
     assert [d.id for d in mesh.devices[0].flat] == [0, 1, 2, 3]
     axes = ("node", "local")
-    assert (data_size(mesh, axes), other_axes(mesh, axes), wide_axes(mesh, axes)) == (4, ("model",), axes)
+    assert (data_size(mesh, axes), other_axes(mesh, axes), nontrivial_axes(mesh, axes)) == (4, ("model",), axes)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -80,7 +80,7 @@ def test_techniques_without_effect_on_the_cluster_are_named():
     found = plan_stack(config=ZeroConfig(secondary=True), num_nodes=1, compiles=False)
     assert "secondary has no effect" in found.configs[0].notice
     advice = {t.name: t for t in found.techniques}
-    assert advice["secondary"].verdict == "no"
+    assert advice["secondary"].decision == "no"
     assert "don't" in advice["secondary"].advice
 
 
@@ -99,7 +99,7 @@ def test_quantised_gathers_are_not_advised_where_the_network_is_fast():
     batch = jax.ShapeDtypeStruct((1, 1 << 16, 512), jnp.bfloat16)
     found = zerojax.plan(loss, params, batch, tx, examples_per_device=1, compiles=False, bandwidth="10TB/s")
     weights = found.techniques[0]
-    assert (weights.name, weights.verdict) == ("quantize_weights", "no")
+    assert (weights.name, weights.decision) == ("quantize_weights", "no")
     assert weights.saved_seconds_hidden < 0 < weights.saved_node_bytes
     assert "don't" in weights.advice
     assert weights.break_even_hidden < found.links.node_bandwidth

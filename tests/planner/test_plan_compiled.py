@@ -106,7 +106,7 @@ def test_the_wire_of_each_technique_is_told(compared):
         s for s in secondary.streams if s.phase == "backward" and s.kind == "all-gather" and s.received_bytes > 1e6
     ]
     assert {s.axes for s in backward} == {("local",)}
-    assert {s.manner for s in everything.streams} <= {"overlapped", "asynchronous", "blocking"}
+    assert {s.mode for s in everything.streams} <= {"overlapped", "asynchronous", "blocking"}
     assert any(s.in_loop for s in everything.streams)
 
 
@@ -114,7 +114,7 @@ def test_on_a_slow_network_the_plan_recommends_what_sends_least(compared):
     found, _ = compared
     chosen = found.configs[found.recommended]
     assert chosen.node_bytes == min(one.node_bytes for one in found.configs if one.memory.fits)
-    assert {t.verdict for t in found.techniques} == {"yes"}
+    assert {t.decision for t in found.techniques} == {"yes"}
     assert all(t.break_even > found.links.node_bandwidth for t in found.techniques)
 
 

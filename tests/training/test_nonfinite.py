@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.training.nonfinite import FLOOR, GRADIENTS, LOSS, init_nonfinite, judge
+from zerojax.training.nonfinite import FLOOR, GRADIENTS, LOSS, decide, init_nonfinite
 
 FINE, BROKEN = jnp.bool_(True), jnp.bool_(False)
 
@@ -36,7 +36,7 @@ def bits(tree):
 
 
 @pytest.mark.parametrize(
-    ("manner", "loss", "grads", "at_floor", "stopped", "keeps", "counts"),
+    ("policy", "loss", "grads", "at_floor", "stopped", "keeps", "counts"),
     [
         ("ignore", BROKEN, BROKEN, None, 0, False, (1, 1)),
         ("skip", FINE, BROKEN, None, 0, True, (0, 1)),
@@ -48,11 +48,11 @@ def bits(tree):
         ("raise", FINE, BROKEN, True, GRADIENTS + FLOOR, True, (0, 1)),
     ],
 )
-def test_what_becomes_of_a_step(manner, loss, grads, at_floor, stopped, keeps, counts):
-    one = judge(init_nonfinite(), loss, grads, manner, None if at_floor is None else jnp.bool_(at_floor))
+def test_what_becomes_of_a_step(policy, loss, grads, at_floor, stopped, keeps, counts):
+    one = decide(init_nonfinite(), loss, grads, policy, None if at_floor is None else jnp.bool_(at_floor))
     assert (int(one.counts.stopped), bool(one.keeps_old)) == (stopped, keeps)
     assert (int(one.counts.loss_steps), int(one.counts.grad_steps)) == counts
-    after = judge(one.counts, FINE, FINE, manner, None)
+    after = decide(one.counts, FINE, FINE, policy, None)
     assert int(after.counts.stopped) == stopped  # the mark stays,
     assert bool(after.keeps_old) == bool(stopped)  # and so does everything else
 

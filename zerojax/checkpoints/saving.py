@@ -160,7 +160,8 @@ def restore(
         )
         found = checkpointer.restore(target, request)
     values = [
-        _again(_empty(leaf, layout) if leaf.is_empty else _get(found, leaf.names), leaf.value) for leaf in leaves
+        _rewrap_prng_key(_empty(leaf, layout) if leaf.is_empty else _get(found, leaf.names), leaf.value)
+        for leaf in leaves
     ]
     restored = jax.tree.unflatten(jax.tree.structure(like), values)
     if isinstance(restored, TrainState) and layout.config.error_feedback and restored.feedback is None:
@@ -204,7 +205,7 @@ def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
     return jax.device_put(jnp.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
 
 
-def _again(value: jax.Array, like: Any) -> jax.Array:
+def _rewrap_prng_key(value: jax.Array, like: Any) -> jax.Array:
     if not _compat.is_prng_key(like):
         return value
     kind: list[Any] = []  # of keys that may be shapes only: asked under a trace

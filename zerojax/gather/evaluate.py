@@ -3,8 +3,8 @@
 This is how an unmodified model runs under ZeRO stage 3: the loss is traced to a jaxpr, and each equation that consumes
 a stored parameter is run by a rule. Casts and slices act on the shards, other shape-only operations are applied after
 the gather, `scan`, `jit` and `checkpoint` are entered, so that in a scanned model one layer is gathered at a time, and
-everything else goes through `zerojax.gather.stored.use`. A primitive that is not known here is therefore always
-correct.
+everything else goes through `zerojax.gather.stored.apply_with_gather`. A primitive that is not known here is therefore
+always correct.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 
 from zerojax import _compat
 from zerojax.gather.secondaries import VIEWS, hoist_secondaries, is_scanned_over
-from zerojax.gather.stored import Cast, Scope, Stored, use
+from zerojax.gather.stored import Cast, Scope, Stored, apply_with_gather
 
 Rule = Callable[[Any, list[Any], Scope], list[Any]]
 
@@ -56,7 +56,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
         inputs = [read(atom) for atom in eqn.invars]
         if any(isinstance(x, Stored) for x in inputs):
             with _compat.name_stack_of(eqn):
-                outputs = _RULES.get(eqn.primitive.name, _use_rule)(eqn, inputs, scope)
+                outputs = _RULES.get(eqn.primitive.name, _apply_rule)(eqn, inputs, scope)
         else:
             outputs = _compat.bind_equation(eqn, inputs)
         env.update(zip(eqn.outvars, outputs, strict=True))
@@ -72,12 +72,12 @@ def _plain(x: Any) -> Any:
     return x.full() if isinstance(x, Stored) else x
 
 
-def _use_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
+def _apply_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     if scope.keeps_values and eqn.primitive.name == "mul":
         for x in inputs:
             if isinstance(x, Stored) and x.view and jnp.issubdtype(x.placement.dtype, jnp.integer):
                 _warn_of_dequantised(x)
-    return use(functools.partial(_compat.bind_equation, eqn), inputs)
+    return apply_with_gather(functools.partial(_compat.bind_equation, eqn), inputs)
 
 
 def _warn_of_dequantised(param: Stored) -> None:
@@ -93,7 +93,7 @@ def _warn_of_dequantised(param: Stored) -> None:
 def _view_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     (param,) = inputs if len(inputs) == 1 else (None,)
     if not isinstance(param, Stored):  # a shape given by an operand: let the general rule see all of them
-        return _use_rule(eqn, inputs, scope)
+        return _apply_rule(eqn, inputs, scope)
     return [param.viewed(lambda x: _compat.bind_equation(eqn, [x])[0])]
 
 
@@ -103,7 +103,7 @@ def _cast_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     if jnp.issubdtype(param.aval.dtype, jnp.integer) and jnp.issubdtype(new, jnp.floating):
         return [param.viewed(Cast(new))]  # a frozen quantised weight: gathered as it is, also in the backward pass
     if not jnp.issubdtype(new, jnp.inexact) or not jnp.issubdtype(param.aval.dtype, jnp.inexact):
-        return _use_rule(eqn, inputs, scope)
+        return _apply_rule(eqn, inputs, scope)
     held = jnp.dtype(param.placement.dtype)
     if new == param.aval.dtype:  # already cast, where a secondary partition was made ahead of the region
         return [param]
@@ -123,24 +123,24 @@ def _slice_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     plain = isinstance(param, Stored) and not any(isinstance(i, Stored) for i in indices)
     out_shape = tuple(eqn.outvars[0].aval.shape)
     if not plain or param.view or param.is_secondary or not param.placement.is_sharded:
-        return (_use_rule if indices or not plain else _view_rule)(eqn, inputs, scope)
+        return (_apply_rule if indices or not plain else _view_rule)(eqn, inputs, scope)
     dim, placement = param.placement.dim, param.placement
     assert dim is not None
     strides = eqn.params.get("strides") or (1,) * len(out_shape)
     computed = any(_compat.is_traced(i) for i in indices)
     if computed or out_shape[dim] != placement.shape[dim] or strides[dim] != 1:
-        return (_use_rule if indices else _view_rule)(eqn, inputs, scope)
+        return (_apply_rule if indices else _view_rule)(eqn, inputs, scope)
 
     def cut(x: jax.Array) -> jax.Array:
-        # The slot is sliced along with the shard; both keep their own extent along the sharded dim.
+        # The grad_input is sliced along with the shard; both keep their own extent along the sharded dim.
         if indices:
             return lax.dynamic_slice(x, indices, (*out_shape[:dim], x.shape[dim], *out_shape[dim + 1 :]))
         start, limit = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
         limit[dim] = x.shape[dim]
         return lax.slice(x, start, limit, strides)
 
-    shard, slot, feedback = param.map_shards(cut)
-    return [scope.enter(shard, slot, placement.with_shape(out_shape), feedback=feedback)]
+    shard, grad_input, feedback = param.map_shards(cut)
+    return [scope.enter(shard, grad_input, placement.with_shape(out_shape), feedback=feedback)]
 
 
 def _squeeze_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
@@ -150,8 +150,8 @@ def _squeeze_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     sharded = param.placement.dim
     if param.view or param.is_secondary or sharded is None or dims != (0,) or sharded == 0:
         return _view_rule(eqn, inputs, scope)
-    shard, slot, feedback = param.map_shards(lambda x: lax.squeeze(x, (0,)))
-    return [scope.enter(shard, slot, param.placement.without_leading_dim(), feedback=feedback)]
+    shard, grad_input, feedback = param.map_shards(lambda x: lax.squeeze(x, (0,)))
+    return [scope.enter(shard, grad_input, param.placement.without_leading_dim(), feedback=feedback)]
 
 
 def _stop_gradient_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
@@ -166,7 +166,7 @@ def _inline_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
 def _checkpoint_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     """Rebuilds `jax.checkpoint` with the user's policy around the body in stored form."""
     if eqn.params["differentiated"]:
-        return _use_rule(eqn, inputs, scope)
+        return _apply_rule(eqn, inputs, scope)
     inner = scope.nested(checkpointed=True)
     inputs = hoist_secondaries(eqn.params["jaxpr"], inputs, scope)
     flat, rebuild = _disassemble(inputs, inner)
@@ -219,8 +219,8 @@ def _unquantized(param: Stored, scope: Scope) -> Stored:
     root = param.root
     placement = root.placement.unquantized()
     entered = scope.enter(
-        root.shard, root.slot, placement, feedback=root.feedback, secondary_stack=root.secondary_stack
-    )  # anew, since the reduction of its gradient belongs to the placeholder
+        root.shard, root.grad_input, placement, feedback=root.feedback, secondary_stack=root.secondary_stack
+    )  # anew, since the reduction of its gradient belongs to the grad_accumulator
     return entered.with_view_of(param)
 
 
@@ -265,20 +265,21 @@ def _disassemble(
             flat.append(value)
             recipe.append(lambda arrays, i=start: arrays[i])
             continue
-        slot = None if value.slot is value.shard else value.slot  # often one array is both: it crosses once
-        flat.append((value.shard, slot, value.feedback))
+        # Often one array is both: it crosses once.
+        grad_input = None if value.grad_input is value.shard else value.grad_input
+        flat.append((value.shard, grad_input, value.feedback))
         recipe.append(functools.partial(_rebuild, value, inner, layer, start))
     return flat, lambda arrays: [make(arrays) for make in recipe]
 
 
 def _rebuild(value: Stored, inner: Scope, layer: bool, start: int, arrays: Sequence[Any]) -> Stored:
-    shard, slot, feedback = arrays[start]
-    if value.slot is value.shard:
-        slot = shard
+    shard, grad_input, feedback = arrays[start]
+    if value.grad_input is value.shard:
+        grad_input = shard
     placement, stack = value.placement, value.secondary_stack
     if layer:
         placement, stack = placement.without_leading_dim(), None if stack is None else stack - 1
-    return inner.enter(shard, slot, placement, feedback=feedback, secondary_stack=stack).with_view_of(value)
+    return inner.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack).with_view_of(value)
 
 
 _RULES: dict[str, Rule] = {

@@ -1,10 +1,10 @@
 """A parameter in stored form while the loss is evaluated, and the one operation that uses it.
 
-`use` is the heart of stage 3 (arXiv 1910.02054, section 7.2.2): it gathers the shards, applies an operation, and keeps
-only the *shards* for the backward pass, which gathers again and applies the operation's own VJP. The full weight can
-therefore never become a residual, with or without activation checkpointing. The gradient leaves through a full-shaped
-*placeholder* that costs nothing: all uses of a parameter in one scope add up there and are reduced once, in the dtype
-of the compute. Knows nothing of jaxprs.
+`apply_with_gather` is the heart of stage 3 (arXiv 1910.02054, section 7.2.2): it gathers the shards, applies an
+operation, and keeps only the *shards* for the backward pass, which gathers again and applies the operation's own VJP.
+The full weight can therefore never become a residual, with or without activation checkpointing. The gradient leaves
+through a full-shaped *gradient accumulator* that costs nothing: all uses of a parameter in one scope add up there and
+are reduced once, in the dtype of the compute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cast:
 
 
 class Scope:
-    """One region of the program in which the uses of a parameter share a placeholder.
+    """One region of the program in which the uses of a parameter share a grad_accumulator.
 
     The body of a loop, the inside of a checkpointed function and the top level are scopes of their own.
 
@@ -79,24 +79,26 @@ class Scope:
     def enter(
         self,
         shard: Any,
-        slot: jax.Array | None,
+        grad_input: jax.Array | None,
         placement: Placement,
         *,
         feedback: jax.Array | None = None,
         secondary_stack: int | None = None,
     ) -> Stored:
-        """A parameter of this scope; `slot` is the shard-shaped input whose cotangent is the reduced gradient."""
-        holder = None if slot is None else _placeholder(slot, feedback, placement, self)
+        """A parameter of this scope; `grad_input` is the shard-shaped input whose cotangent is the reduced gradient."""
+        accumulator = None if grad_input is None else _grad_accumulator(grad_input, feedback, placement, self)
         aval = jax.ShapeDtypeStruct(placement.shape, placement.dtype)
-        return Stored(self, shard, slot, placement, holder, (), aval, feedback, secondary_stack=secondary_stack)
+        return Stored(
+            self, shard, grad_input, placement, accumulator, (), aval, feedback, secondary_stack=secondary_stack
+        )
 
     def cast(self, stored: Stored, dtype: np.dtype) -> Stored:
         """The parameter in a narrower dtype, cast before it is gathered; the same cast twice is one parameter."""
         key = (id(stored.root), jnp.dtype(dtype))
         if key not in self._casts:
-            shard, slot, _ = stored.map_shards(lambda x: lax.convert_element_type(x, dtype))
+            shard, grad_input, _ = stored.map_shards(lambda x: lax.convert_element_type(x, dtype))
             placement = stored.placement.with_dtype(dtype)
-            self._casts[key] = self.enter(shard, slot, placement, feedback=stored.feedback)
+            self._casts[key] = self.enter(shard, grad_input, placement, feedback=stored.feedback)
             self._alive.append(stored.root)
         return self._casts[key].with_view_of(stored)
 
@@ -123,9 +125,10 @@ class Stored:
     Attributes:
         scope: the scope it belongs to.
         shard: what this device holds: the local shard at stage 3, the full leaf at stage 2, or the secondary partition.
-        slot: local, of the shard's shape; carries the gradient out. None: no gradient is wanted. Often `shard` itself.
+        grad_input: local, of the shard's shape; carries the gradient out. None: no gradient is wanted. Often `shard`
+            itself.
         placement: placement of the leaf as this scope sees it.
-        placeholder: full-shaped, after the view; its cotangent is summed over uses and reduced once.
+        grad_accumulator: full-shaped, after the view; its cotangent is summed over uses and reduced once.
         view: shape-only operations applied after the gather.
         aval: shape and dtype after the view, as the program sees the parameter.
         feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
@@ -135,9 +138,9 @@ class Stored:
 
     scope: Scope
     shard: Any
-    slot: jax.Array | None
+    grad_input: jax.Array | None
     placement: Placement
-    placeholder: jax.Array | None
+    grad_accumulator: jax.Array | None
     view: tuple[Op, ...]
     aval: jax.ShapeDtypeStruct
     feedback: jax.Array | None = None
@@ -156,10 +159,11 @@ class Stored:
 
     def viewed(self, op: Op) -> Stored:
         """The parameter after a further shape-only operation, itself applied after the gather."""
-        holder = None if self.placeholder is None else op(self.placeholder)
+        accumulator = None if self.grad_accumulator is None else op(self.grad_accumulator)
         return dataclasses.replace(
-            self, placeholder=holder, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root
-        )
+            self, grad_accumulator=accumulator, view=(*self.view, op), aval=jax.eval_shape(op, self.aval),
+            origin=self.root,
+        )  # fmt: skip
 
     def with_view_of(self, other: Stored) -> Stored:
         """This parameter under the view of another."""
@@ -177,25 +181,25 @@ class Stored:
         return full
 
     def map_shards(self, op: Op) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """An operation on what is held, and the same on the slot and on the feedback."""
+        """An operation on what is held, and the same on the grad_input and on the feedback."""
         shard = op(self.shard)
         feedback = None if self.feedback is None else op(self.feedback)
-        if self.slot is None:
+        if self.grad_input is None:
             return shard, None, None
-        return shard, shard if self.slot is self.shard else op(self.slot), feedback
+        return shard, shard if self.grad_input is self.shard else op(self.grad_input), feedback
 
     def without_gradient(self) -> Stored:
         """The same parameter behind a `stop_gradient`."""
-        root = None if self.origin is None else dataclasses.replace(self.root, slot=None, placeholder=None)
-        return dataclasses.replace(self, slot=None, placeholder=None, origin=root)
+        root = None if self.origin is None else dataclasses.replace(self.root, grad_input=None, grad_accumulator=None)
+        return dataclasses.replace(self, grad_input=None, grad_accumulator=None, origin=root)
 
     def full(self) -> jax.Array:
         """The full array as an ordinary value, for a consumer of which nothing is known."""
-        (out,) = use(lambda args: [args[0]], [self])
+        (out,) = apply_with_gather(lambda args: [args[0]], [self])
         return out
 
 
-def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[Any]) -> list[jax.Array]:
+def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[Any]) -> list[jax.Array]:
     """Applies an operation to arguments of which some are `Stored`, keeping only shards for the backward pass.
 
     Args:
@@ -227,7 +231,7 @@ def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[An
         if barrier:
             shards, cotangents = _after(shards, cotangents)
         fulls = gathered(shards)
-        wanted = [s.placeholder is not None for s in stored]
+        wanted = [s.grad_accumulator is not None for s in stored]
         inexact = [_is_inexact(r) for r in rest]
 
         def of_inputs(wanted_fulls: list[Any], inexact_rest: list[Any]) -> list[Any]:
@@ -239,11 +243,13 @@ def use(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[An
         return [None] * len(shards), d_fulls, _fill(nothing, inexact, d_rest)
 
     op.defvjp(fwd, bwd)
-    return op([s.shard for s in stored], [s.placeholder for s in stored if s.placeholder is not None], others)
+    return op([s.shard for s in stored], [s.grad_accumulator for s in stored if s.grad_accumulator is not None], others)
 
 
-def _placeholder(slot: jax.Array, feedback: jax.Array | None, placement: Placement, scope: Scope) -> jax.Array:
-    """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `slot`.
+def _grad_accumulator(
+    grad_input: jax.Array, feedback: jax.Array | None, placement: Placement, scope: Scope
+) -> jax.Array:
+    """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `grad_input`.
 
     With feedback, the cotangent of `feedback` is what this reduction lost: the feedback of the next step.
     """
@@ -251,11 +257,11 @@ def _placeholder(slot: jax.Array, feedback: jax.Array | None, placement: Placeme
     collectives, this = scope.collectives, object()
 
     @jax.custom_vjp
-    def expand(slot: jax.Array, feedback: jax.Array | None) -> jax.Array:
-        return jnp.zeros(placement.shape, slot.dtype)
+    def expand(grad_input: jax.Array, feedback: jax.Array | None) -> jax.Array:
+        return jnp.zeros(placement.shape, grad_input.dtype)
 
-    def fwd(slot: jax.Array, feedback: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        return expand(slot, feedback), feedback
+    def fwd(grad_input: jax.Array, feedback: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        return expand(grad_input, feedback), feedback
 
     def bwd(feedback: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         if feedback is None:
@@ -268,7 +274,7 @@ def _placeholder(slot: jax.Array, feedback: jax.Array | None, placement: Placeme
         return collectives.reduce_with_feedback(cotangent, feedback, placement)
 
     expand.defvjp(fwd, bwd)
-    return expand(slot, feedback)
+    return expand(grad_input, feedback)
 
 
 def _after(shards: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:

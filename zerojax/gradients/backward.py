@@ -2,9 +2,9 @@
 
 Stages 0 and 1 differentiate the loss on whole parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
 with parameters in stored form, so that each gradient is reduced where it arises; what is differentiated there is the
-*slot* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that carry the reduced gradient out.
-Each can also do as the other does, for gradients that are summed over microbatches. Runs inside `shard_map` over the
-data axes; knows nothing of batches' specs or loss kinds.
+*gradient input* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that carry the reduced
+gradient out. Each can also do as the other does, for gradients that are summed over microbatches. Runs inside
+`shard_map` over the data axes.
 """
 
 from __future__ import annotations
@@ -109,15 +109,16 @@ def staged_backward(
         held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], outer)[: len(held)]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
-        def of_slots(slots: list[Any], feedback: list[Any]) -> Any:
+        def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any]) -> Any:
             scope = layout_scope(layout, reduces=not deferred, keeps_values=True)
-            args = [_entered(*parts, layout, scope, deferred) for parts in zip(held, slots, feedback, strict=True)]
+            parts = zip(held, grad_inputs, feedback, strict=True)
+            args = [_entered(*part, layout, scope, deferred) for part in parts]
             return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope)))
 
-        slots = [_slot(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
+        grad_inputs = [_grad_input(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
         if not deferred:
-            return jax.vjp(of_slots, slots, feedback)
-        out, vjp = jax.vjp(lambda slots: of_slots(slots, [None] * len(slots)), slots)
+            return jax.vjp(of_grad_inputs, grad_inputs, feedback)
+        out, vjp = jax.vjp(lambda grad_inputs: of_grad_inputs(grad_inputs, [None] * len(grad_inputs)), grad_inputs)
         return out, lambda cotangent: (*vjp(cotangent), feedback)
 
     if not deferred:
@@ -188,7 +189,7 @@ def is_stored(placement: Placement, layout: Layout) -> bool:
     return placement.is_sharded and layout.stage >= 2
 
 
-def _slot(x: jax.Array, p: Placement, layout: Layout, deferred: bool) -> jax.Array | None:
+def _grad_input(x: jax.Array, p: Placement, layout: Layout, deferred: bool) -> jax.Array | None:
     if not p.trainable:
         return None
     if deferred and is_stored(p, layout):
@@ -197,16 +198,16 @@ def _slot(x: jax.Array, p: Placement, layout: Layout, deferred: bool) -> jax.Arr
 
 
 def _entered(
-    x: Any, slot: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope, deferred: bool
+    x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope, deferred: bool
 ) -> Any:
-    """A leaf as the evaluator takes it, under differentiation with respect to its slot and feedback."""
+    """A leaf as the evaluator takes it, under differentiation with respect to its grad_input and feedback."""
     if not isinstance(x, Stored):
-        return x if slot is None else slot
+        return x if grad_input is None else grad_input
     if x.is_secondary:
-        narrow = None if slot is None else slot.astype(x.placement.dtype)
+        narrow = None if grad_input is None else grad_input.astype(x.placement.dtype)
         return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
-    shard = slot if layout.stage >= 3 and slot is not None and not deferred else x.shard
-    return scope.enter(shard, slot, x.placement, feedback=feedback)
+    shard = grad_input if layout.stage >= 3 and grad_input is not None and not deferred else x.shard
+    return scope.enter(shard, grad_input, x.placement, feedback=feedback)
 
 
 def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:

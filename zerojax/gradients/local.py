@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from zerojax import _compat
 from zerojax.gradients import inputs as batches
 from zerojax.gradients.backward import Backward, staged_backward, whole_backward
-from zerojax.gradients.outputs import global_loss, merged_state, seed, zero_cotangent
+from zerojax.gradients.outputs import global_loss, loss_cotangent, merged_state, zero_cotangent
 from zerojax.layout.layout import Layout
 
 Tree = Any
@@ -63,7 +63,7 @@ class LossKind(NamedTuple):
     aux_specs: Tree
 
 
-def beside_the_loss(out: Any, has_aux: bool, mutable: bool) -> tuple[Any, Any]:
+def split_outputs(out: Any, has_aux: bool, mutable: bool) -> tuple[Any, Any]:
     """(model state, aux) of a loss function's output, or of its shapes; None for what it does not return."""
     if has_aux and mutable:
         if not (isinstance(out[1], tuple) and len(out[1]) == 2):
@@ -93,7 +93,7 @@ def local_gradients(
     def step(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         out, pullback = backward.run(batch, rest, feedback)
         # The factor of the mean is the cotangent of the loss: no pass over the gradients is spent on it.
-        cotangent = seed(out[0] if more else out, kind.weighted, layout, count, scale)
+        cotangent = loss_cotangent(out[0] if more else out, kind.weighted, layout, count, scale)
         return out, *pullback((cotangent, jax.tree.map(zero_cotangent, out[1])) if more else cotangent)
 
     if count == 1:
@@ -104,7 +104,7 @@ def local_gradients(
     if factor is not None:
         grads = [None if g is None else g.astype(jnp.promote_types(g.dtype, jnp.float32)) * factor for g in grads]
     grads = [None if g is None else g.astype(p.dtype) for g, p in zip(grads, layout.leaves, strict=True)]
-    state, aux = beside_the_loss(out, kind.has_aux, kind.mutable)
+    state, aux = split_outputs(out, kind.has_aux, kind.mutable)
     if kind.has_aux:
         if count > 1:
             aux = batches.merge_microbatches(aux, kind.aux_specs, layout)

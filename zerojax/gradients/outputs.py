@@ -40,7 +40,7 @@ class GlobalLoss(NamedTuple):
     factor: Any
 
 
-def seed(main: Any, weighted: bool, layout: Layout, count: int, scale: jax.Array | None) -> Any:
+def loss_cotangent(main: Any, weighted: bool, layout: Layout, count: int, scale: jax.Array | None) -> Any:
     """The cotangent of one device's (microbatch's) output for which the summed gradients are the global one's.
 
     Args:
@@ -56,15 +56,15 @@ def seed(main: Any, weighted: bool, layout: Layout, count: int, scale: jax.Array
         return (wide if scale is None else wide * scale).astype(x.dtype)
 
     if not weighted:
-        return filled(main, share(main.dtype, layout, count))
+        return filled(main, inverse_count(main.dtype, layout, count))
     total, weight = main
     if count > 1 or _is_narrow(total.dtype):  # the weight of all microbatches is known only afterwards
-        return filled(total, share(total.dtype, layout, count)), zero_cotangent(weight)
+        return filled(total, inverse_count(total.dtype, layout, count)), zero_cotangent(weight)
     wide = jnp.promote_types(total.dtype, jnp.float32)
     return filled(total, 1.0 / lax.psum(weight.astype(wide), layout.config.axes)), zero_cotangent(weight)
 
 
-def share(dtype: Any, layout: Layout, count: int) -> float:
+def inverse_count(dtype: Any, layout: Layout, count: int) -> float:
     """One over the number of parts that are averaged; for a narrow loss the power of two below, exact in it."""
     parts = layout.num_shards * count
     return 2.0 ** -math.ceil(math.log2(parts)) if _is_narrow(dtype) else 1.0 / parts
@@ -77,7 +77,7 @@ def _is_narrow(dtype: Any) -> bool:
 def global_loss(main: Any, weighted: bool, layout: Layout, count: int) -> GlobalLoss:
     """The global loss from one device's, of one or (stacked) of all microbatches."""
     axes = layout.config.axes
-    part = share((main[0] if weighted else main).dtype, layout, count)
+    part = inverse_count((main[0] if weighted else main).dtype, layout, count)
     if not weighted:
         exact = layout.num_shards * count * part
         value = lax.pmean(jnp.mean(main, dtype=main.dtype), axes)

@@ -23,8 +23,8 @@ from zerojax.gradients.local import (
     Gradients,
     LossKind,
     accumulation_for,
-    beside_the_loss,
     local_gradients,
+    split_outputs,
 )
 from zerojax.gradients.outputs import check_loss, check_model_state
 from zerojax.layout.layout import Layout
@@ -123,7 +123,7 @@ def gradient_function(
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
-    manner = accumulation_for(layout.stage, accumulation)
+    policy = accumulation_for(layout.stage, accumulation)
 
     def run(
         params: Tree,
@@ -139,14 +139,14 @@ def gradient_function(
         rest = (model_state, *rest) if mutable else rest
         shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
         check_loss(shapes, has_aux or mutable, weighted)
-        state_shapes, aux_shapes = beside_the_loss(shapes, has_aux, mutable)
+        state_shapes, aux_shapes = split_outputs(shapes, has_aux, mutable)
         if mutable:
             check_model_state(model_state, state_shapes)
         aux_specs = batches.output_specs(aux_shapes, batch, layout, microbatches)
         carries = layout.config.error_feedback
         lost = check_feedback(feedback, layout) if carries else [None] * len(layout.leaves)
         lost_specs = feedback_specs(layout)
-        kind = LossKind(has_aux, weighted, mutable, microbatches, manner, aux_specs)
+        kind = LossKind(has_aux, weighted, mutable, microbatches, policy, aux_specs)
 
         def local(params: Tree, batch: Tree, rest: Any, lost: list[Any], scale: Any) -> Gradients:
             lost = [None if x is None else x[0] for x in lost]  # the dim over nodes has one entry here

@@ -115,10 +115,10 @@ class Collective:
     def __str__(self) -> str:
         arrays = ", ".join(map(str, self.operands))
         loops = " in loop x " + " x ".join(str(loop.trip_count or "?") for loop in self.loops) if self.loops else ""
-        manner = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
+        mode = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
         return (
             f"{self.kind} over {'+'.join(self.axes) or 'no axis'} (groups of {self.group_size}) of {arrays}, "
-            f"{self.payload_bytes} bytes in all{loops}, {manner}, {self.phase}: {self.name}"
+            f"{self.payload_bytes} bytes in all{loops}, {mode}, {self.phase}: {self.name}"
         )
 
 
@@ -149,9 +149,9 @@ def describe_collective(
         axes=spanned_axes(groups, mesh),
         loops=found.loops,
         in_conditional=found.in_conditional,
-        asynchronous=found.manner.asynchronous,
-        overlapped=found.manner.overlapped,
-        overlaps_matmul=found.manner.overlaps_matmul,
+        asynchronous=found.mode.asynchronous,
+        overlapped=found.mode.overlapped,
+        overlaps_matmul=found.mode.overlaps_matmul,
         pipelined=found.pipelined,
         op_name=found.op_name,
         node_bytes=entering_node(found.kind, operand_bytes, groups, mesh, node_axes),

@@ -99,10 +99,10 @@ class Traffic:
     node_bytes: int
 
     def __str__(self) -> str:
-        manner = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
+        mode = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
         return (
             f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or 'no axis':12} {'+'.join(self.dtypes):10} "
-            f"{'loop' if self.in_loop else 'once':4} {manner:12} "
+            f"{'loop' if self.in_loop else 'once':4} {mode:12} "
             f"{self.count} instructions, {self.executions} executions, "
             f"{self.received_bytes} bytes into a device, {self.node_bytes} into a node"
         )
@@ -180,7 +180,7 @@ class CompiledProgram:
         return sum(one.node_bytes * one.executions for one in self.select(kind, **conditions))
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """The collectives added up by phase, kind, axes, element types, loop and manner."""
+        """The collectives added up by phase, kind, axes, element types, loop and mode."""
         sorts: dict[tuple[Any, ...], list[Collective]] = {}
         for one in self.collectives:
             sort = (one.phase, one.kind, one.axes, one.dtypes, one.in_loop, one.asynchronous, bool(one.overlapped))

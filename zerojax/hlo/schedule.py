@@ -129,7 +129,7 @@ class Loop:
     op_name: str
 
 
-class Manner(NamedTuple):
+class Mode(NamedTuple):
     """How a collective is issued: whether asynchronously, and what is computed before its done."""
 
     asynchronous: bool
@@ -137,7 +137,7 @@ class Manner(NamedTuple):
     overlaps_matmul: bool
 
 
-_BLOCKING = Manner(False, (), False)
+_BLOCKING = Mode(False, (), False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Occurrence:
     results: tuple[ArrayShape, ...]
     loops: tuple[Loop, ...]
     in_conditional: bool
-    manner: Manner
+    mode: Mode
     op_name: str
 
     @property
@@ -262,12 +262,12 @@ def _occurrence(visit: Visit, multiplying: frozenset[str]) -> Occurrence:
         results = line.shapes
     else:  # A start whose done is in another iteration: (operands, results, contexts).
         results = line.shapes[len(operands) : 2 * len(operands)]
-    manner = _manner(computation, visit.index, multiplying)
+    mode = _mode(computation, visit.index, multiplying)
     if visit.callers and not _is_sync(line):
         outer, start = visit.callers[-1]
         if outer.instructions[start].opcode.endswith("-start"):
-            manner = _manner(outer, start, multiplying)
-    return Occurrence(kind, line, operands, results, visit.loops, visit.in_conditional, manner, _op_name(visit, done))
+            mode = _mode(outer, start, multiplying)
+    return Occurrence(kind, line, operands, results, visit.loops, visit.in_conditional, mode, _op_name(visit, done))
 
 
 def _op_name(visit: Visit, done: int | None) -> str:
@@ -297,7 +297,7 @@ def _is_sync(line: Instruction) -> bool:
     return '"is_sync":true' in line.attributes
 
 
-def _manner(computation: Computation, start: int, multiplying: frozenset[str]) -> Manner:
+def _mode(computation: Computation, start: int, multiplying: frozenset[str]) -> Mode:
     line = computation.instructions[start]
     if not line.opcode.endswith("-start") or _is_sync(line):
         return _BLOCKING
@@ -306,7 +306,7 @@ def _manner(computation: Computation, start: int, multiplying: frozenset[str]) -
     matmul = any(
         multiplies(other) or any(multiplying & set(names) for names in other.called().values()) for other in computing
     )
-    return Manner(True, tuple(other.name for other in computing), matmul)
+    return Mode(True, tuple(other.name for other in computing), matmul)
 
 
 def _computes(computation: Computation, line: Instruction) -> bool:

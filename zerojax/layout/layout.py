@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
-from zerojax.layout.mesh import automatic, data_size
+from zerojax.layout.mesh import data_size, with_auto_axes
 from zerojax.layout.notices import notices
 from zerojax.layout.placement import Placement, pad, unpad
 
@@ -109,7 +109,7 @@ class Layout:
         self.check(params, stored=False)
 
         def put(x: Any, placement: Placement) -> jax.Array:
-            x, sharding = strong(x), self.param_sharding(placement)
+            x, sharding = drop_weak_type(x), self.param_sharding(placement)
             if self.stage >= 3 and placement.padding:
                 x = np.asarray(x) if not isinstance(x, jax.Array) else x
                 x = pad(x, placement)
@@ -138,7 +138,7 @@ class Layout:
             return [unpad(x, p) for x, p in zip(leaves, self.leaves, strict=True)]
 
         replicated = [NamedSharding(self.mesh, PartitionSpec())] * len(self.leaves)
-        return jax.jit(automatic(gather, self.mesh, replicated), out_shardings=replicated)
+        return jax.jit(with_auto_axes(gather, self.mesh, replicated), out_shardings=replicated)
 
     def init(self, init_fn: Callable[..., Tree], *args: Any) -> Tree:
         """Runs an initialiser with its outputs in stored form; no device ever holds a full copy.
@@ -163,7 +163,7 @@ class Layout:
         self.check(jax.eval_shape(init_fn, *args), stored=False)
 
         def build(*args: Any) -> list[jax.Array]:
-            leaves = [strong(x) for x in self._flatten(init_fn(*args))]
+            leaves = [drop_weak_type(x) for x in self._flatten(init_fn(*args))]
             return [pad(x, p) if self.stage >= 3 else x for x, p in zip(leaves, self.leaves, strict=True)]
 
         shardings = [self.param_sharding(p) for p in self.leaves]
@@ -270,7 +270,7 @@ class Layout:
         return self._unflatten([fn(x, p) for x, p in zip(self._flatten(tree), self.leaves, strict=True)])
 
 
-def strong(x: Any) -> Any:
+def drop_weak_type(x: Any) -> Any:
     """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 

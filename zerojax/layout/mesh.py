@@ -104,7 +104,7 @@ def data_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def wide_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+def nontrivial_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the axes that have more than one device; jit drops the others from the shardings it returns."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
@@ -114,7 +114,7 @@ def other_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in axes)
 
 
-def automatic(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
+def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
     """Hands explicit axes of the mesh to the compiler for the extent of `fn`: uneven slices have no explicit type.
 
     Args:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax.config import ZeroConfig
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import check_data_axes, data_size, other_axes, wide_axes
+from zerojax.layout.mesh import check_data_axes, data_size, nontrivial_axes, other_axes
 from zerojax.layout.notices import ZeroNotice, notices
 from zerojax.layout.placement import place
 from zerojax.layout.simulated import separate_collectives_of
@@ -81,7 +81,7 @@ def partition(
                 path,
                 tuple(leaf.shape),
                 jax.dtypes.canonicalize_dtype(leaf.dtype),  # as JAX holds it: NumPy's float64 is its float32
-                axes=wide_axes(mesh, config.axes),
+                axes=nontrivial_axes(mesh, config.axes),
                 num_shards=data_size(mesh, config.axes),
                 min_shard_size=config.min_shard_size,
                 spec=_check_spec(path, leaf.shape, spec, mesh, config.axes, own=specs is None),
@@ -135,7 +135,7 @@ def _check_spec(
         if dim >= len(shape) or shape[dim] % size:
             at = f"dim {dim} of {shape[dim]}" if dim < len(shape) else f"no dim {dim}"
             raise ValueError(f"params{path} {tuple(shape)}: spec {spec} needs {at} to divide by {names} of size {size}")
-        names = wide_axes(mesh, names)
+        names = nontrivial_axes(mesh, names)
         if explicit := [n for n in names if mesh.axis_types[mesh.axis_names.index(n)] == AxisType.Explicit]:
             raise ValueError(
                 f"params{path} {tuple(shape)}: spec {spec} splits it over {explicit}, which are explicit axes of the "

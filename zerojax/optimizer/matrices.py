@@ -28,8 +28,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import wide_axes
-from zerojax.optimizer.stored import automatic_sharding
+from zerojax.layout.mesh import nontrivial_axes
+from zerojax.optimizer.stored import auto_sharding
 
 # Decompositions and solves, which need their operand whole.
 _DECOMPOSITIONS = {
@@ -216,12 +216,12 @@ def _evaluate(
 
 def _whole_spec(x: Any, extent: int | None, layout: Layout) -> PartitionSpec:
     """Dealt out along the stack, in the order of the shards, or whole on every device."""
-    axes = tuple(reversed(wide_axes(layout.mesh, layout.config.axes)))
+    axes = tuple(reversed(nontrivial_axes(layout.mesh, layout.config.axes)))
     return PartitionSpec(axes) if extent is not None and x.shape[0] == extent else PartitionSpec()
 
 
 def _constrain(x: Any, spec: PartitionSpec, layout: Layout) -> Any:
-    return jax.lax.with_sharding_constraint(x, automatic_sharding(NamedSharding(layout.mesh, spec)))
+    return jax.lax.with_sharding_constraint(x, auto_sharding(NamedSharding(layout.mesh, spec)))
 
 
 def _multiplies_matrices(eqn: Any) -> bool:

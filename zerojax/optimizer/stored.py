@@ -21,8 +21,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import _compat
-from zerojax.layout.layout import Layout, strong
-from zerojax.layout.mesh import data_size, wide_axes
+from zerojax.layout.layout import Layout, drop_weak_type
+from zerojax.layout.mesh import data_size, nontrivial_axes
 from zerojax.layout.notices import ZeroNotice
 from zerojax.layout.placement import Placement, pad, place, unpad
 from zerojax.optimizer.moments import BlockMoment
@@ -95,7 +95,7 @@ def _place_leaf(
     name = jax.tree_util.keystr(path)
     if _compat.is_prng_key(leaf):  # noise of the optimizer: the same draws on every device, each keeping its part
         shape = tuple(leaf.shape)
-        axes = wide_axes(layout.mesh, layout.config.axes)
+        axes = nontrivial_axes(layout.mesh, layout.config.axes)
         return Placement(name, shape, leaf.dtype, None, axes, layout.num_shards, 0, "PRNG keys", (None,) * len(shape))
     for start in range(len(path) + 1):
         owner = owners.get(tuple(path[start:]))
@@ -112,7 +112,7 @@ def _place_by_shape(name: str, leaf: Any, layout: Layout) -> Placement:
         name,
         tuple(leaf.shape),
         leaf.dtype,
-        axes=wide_axes(layout.mesh, layout.config.axes),
+        axes=nontrivial_axes(layout.mesh, layout.config.axes),
         num_shards=layout.num_shards,
         min_shard_size=max(layout.config.min_shard_size, 2),
     )
@@ -194,21 +194,21 @@ def finish_update(
 def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     if layout.stage >= 3:
         return _constrain(pad(x, p), p, layout)
-    return jax.lax.with_sharding_constraint(x, automatic_sharding(layout.full_sharding(p))) if layout.stage else x
+    return jax.lax.with_sharding_constraint(x, auto_sharding(layout.full_sharding(p))) if layout.stage else x
 
 
-def optimized(params: Tree, masters: list[Any], layout: Layout) -> Tree:
+def optimizer_view(params: Tree, masters: list[Any], layout: Layout) -> Tree:
     """What the optimizer works on, logical and constrained to shards: the master copy where there is one."""
     leaves = jax.tree.leaves(params)
     return layout.treedef.unflatten([
-        leave(x, p, layout) if m is None else m for x, m, p in zip(leaves, masters, layout.leaves, strict=True)
+        to_logical(x, p, layout) if m is None else m for x, m, p in zip(leaves, masters, layout.leaves, strict=True)
     ])  # fmt: skip
 
 
 def masters_of(params: Tree, layout: Layout) -> list[Any]:
     """Wider copies of the parameters that need one, logical and constrained to shards; None for the others."""
     return [
-        leave(x, p, layout).astype(master_dtype(p, layout)) if has_master(p, layout) else None
+        to_logical(x, p, layout).astype(master_dtype(p, layout)) if has_master(p, layout) else None
         for x, p in zip(jax.tree.leaves(params), layout.leaves, strict=True)
     ]
 
@@ -232,7 +232,7 @@ def spread_masters(masters: list[Any], layout: Layout) -> Tree:
     return layout.treedef.unflatten([next(pending) if has_master(p, layout) else None for p in layout.leaves])
 
 
-def leave(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
+def to_logical(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     """From stored or whole form to the logical shape, constrained to the shards."""
     return _constrain(unpad(x, p), p, layout)
 
@@ -246,7 +246,7 @@ def logical_arguments(extra: dict[str, Any], layout: Layout) -> dict[str, Any]:
         pairs = list(zip(jax.tree.leaves(value), layout.leaves, strict=True))
         if any(jnp.shape(x) not in (p.shape, p.padded_shape) for x, p in pairs):
             return value
-        return layout.treedef.unflatten([leave(x, p, layout) for x, p in pairs])
+        return layout.treedef.unflatten([to_logical(x, p, layout) for x, p in pairs])
 
     return {name: logical(value) for name, value in extra.items()}
 
@@ -254,16 +254,16 @@ def logical_arguments(extra: dict[str, Any], layout: Layout) -> dict[str, Any]:
 def enter_state(state: Tree, of_state: Tree, layout: Layout) -> list[jax.Array]:
     """The leaves of a state of logical shapes in stored form."""
     leaves = jax.tree.leaves(state)
-    return [hold(strong(x), p, layout) for x, p in zip(leaves, jax.tree.leaves(of_state), strict=True)]
+    return [to_stored(drop_weak_type(x), p, layout) for x, p in zip(leaves, jax.tree.leaves(of_state), strict=True)]
 
 
-def hold(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
+def to_stored(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     """From logical to stored form, sharded from stage 1 on."""
     return _constrain(pad(x, p) if layout.stage else x, p, layout)
 
 
 def _constrain(x: Any, p: Placement, layout: Layout) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, automatic_sharding(state_sharding_of(p, layout)))
+    return jax.lax.with_sharding_constraint(x, auto_sharding(state_sharding_of(p, layout)))
 
 
 def state_sharding_of(p: Placement, layout: Layout) -> NamedSharding:
@@ -271,8 +271,8 @@ def state_sharding_of(p: Placement, layout: Layout) -> NamedSharding:
     return layout.shard_sharding(p) if layout.stage >= 1 else layout.full_sharding(p)
 
 
-def automatic_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding as a constraint inside `automatic`, which may name only axes that the compiler manages."""
+def auto_sharding(sharding: NamedSharding) -> NamedSharding:
+    """The sharding as a constraint inside `with_auto_axes`, which may name only axes that the compiler manages."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "a layout's shardings name real devices"
     if not _compat.has_explicit_axes(mesh):

@@ -22,7 +22,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import automatic
+from zerojax.layout.mesh import with_auto_axes
 from zerojax.layout.placement import Placement
 from zerojax.optimizer.matrices import with_whole_matrices
 from zerojax.optimizer.stored import (
@@ -30,16 +30,16 @@ from zerojax.optimizer.stored import (
     enter_state,
     finish_update,
     has_master,
-    hold,
-    leave,
     logical_arguments,
     master_dtype,
     master_pairs,
     masters_of,
-    optimized,
+    optimizer_view,
     spread_masters,
     state_placements,
     state_sharding_of,
+    to_logical,
+    to_stored,
     trained_tree,
 )
 
@@ -126,14 +126,15 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         def build(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             params = layout.treedef.unflatten(leaves)
             masters = masters_of(params, layout)
-            inner = wrapped.init(trained_tree(layout, optimized(params, masters, layout)))
-            return enter_state(inner, of_state, layout), [hold(x, p, layout) for x, p in master_pairs(masters, layout)]
+            inner = wrapped.init(trained_tree(layout, optimizer_view(params, masters, layout)))
+            held = [to_stored(x, p, layout) for x, p in master_pairs(masters, layout)]
+            return enter_state(inner, of_state, layout), held
 
         shardings = (
             [state_sharding_of(p, layout) for p in jax.tree.leaves(of_state)],
             [state_sharding_of(p, layout) for p in layout.leaves if has_master(p, layout)],
         )
-        build = automatic(build, layout.mesh, shardings)
+        build = with_auto_axes(build, layout.mesh, shardings)
         inner, masters = jax.jit(build, out_shardings=shardings)(leaves)
         return ZeroState(
             jax.tree.unflatten(jax.tree.structure(of_state), inner), spread_masters(masters, layout), layout_id
@@ -145,13 +146,13 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
 
         def step(grad_leaves: list[Any], state: ZeroState, param_leaves: Any, extra: Any) -> tuple[list[Any], ...]:
             grads = layout.treedef.unflatten([
-                None if not p.trainable else leave(g, p, layout).astype(master_dtype(p, layout))
+                None if not p.trainable else to_logical(g, p, layout).astype(master_dtype(p, layout))
                 for g, p in zip(grad_leaves, layout.leaves, strict=True)
             ])  # fmt: skip
-            masters = [None if m is None else leave(m, p, layout) for m, p in all_masters(state.master, layout)]
+            masters = [None if m is None else to_logical(m, p, layout) for m, p in all_masters(state.master, layout)]
             old = None if param_leaves is None else layout.treedef.unflatten(param_leaves)
-            seen = None if old is None else trained_tree(layout, optimized(old, masters, layout))
-            inner = jax.tree.map(lambda x, p: leave(x, p, layout), state.inner, of_state)
+            seen = None if old is None else trained_tree(layout, optimizer_view(old, masters, layout))
+            inner = jax.tree.map(lambda x, p: to_logical(x, p, layout), state.inner, of_state)
             logical = logical_arguments(extra, layout)
             if static or layout.stage == 0 or layout.num_shards == 1:
                 updates, new_inner = wrapped.update(grads, inner, seen, **logical, **static)
@@ -165,7 +166,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             return (
                 updates,
                 enter_state(new_inner, of_state, layout),
-                [hold(m, p, layout) for m, p in master_pairs(new_masters, layout)],
+                [to_stored(m, p, layout) for m, p in master_pairs(new_masters, layout)],
             )
 
         shardings = (
@@ -174,7 +175,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             [state_sharding_of(p, layout) for p in jax.tree.leaves(of_state)],
             [state_sharding_of(p, layout) for p in layout.leaves if has_master(p, layout)],
         )  # fmt: skip
-        return automatic(step, layout.mesh, shardings)
+        return with_auto_axes(step, layout.mesh, shardings)
 
     @functools.cache
     def jitted() -> Callable[..., Any]:

@@ -117,9 +117,9 @@ def judge_technique(
     limit, limit_hidden = break_even(gain, links), break_even(gain_hidden, links)
     before = step_time(flops, *sides[0], links).step
     if saved_hidden > WORTH_A_TECHNIQUE * before:
-        verdict = "yes"
+        decision = "yes"
     else:
-        verdict = "if exposed" if saved > WORTH_A_TECHNIQUE * before else "no"
+        decision = "if exposed" if saved > WORTH_A_TECHNIQUE * before else "no"
     here = f"here {links.node_bandwidth / 1e9:.3g} GB/s"
     bounds = (
         f"pays {_below(limit_hidden)} whatever the schedule hides, {_below(limit)} where nothing is hidden ({here})"
@@ -128,14 +128,14 @@ def judge_technique(
         f"{_effect(saved)} of a step of {before:.3g} s with nothing hidden, "
         f"{_effect(saved_hidden)} with perfect overlap"
     )
-    text = f"{nick}: {_VERDICTS[verdict]}: {bounds}: {effect}"
-    if name == "quantize_gradients" and verdict != "no":
+    text = f"{nick}: {_DECISIONS[decision]}: {bounds}: {effect}"
+    if name == "quantize_gradients" and decision != "no":
         text += "; it changes the gradients, so check convergence"
     saved_bytes = sum(m.node_bytes for m in base) - sum(m.node_bytes for m in changed)
-    return Technique(name, saved_bytes, limit, limit_hidden, saved, saved_hidden, verdict, text)
+    return Technique(name, saved_bytes, limit, limit_hidden, saved, saved_hidden, decision, text)
 
 
-_VERDICTS = {"yes": "do", "if exposed": "only if the schedule leaves communication exposed", "no": "don't"}
+_DECISIONS = {"yes": "do", "if exposed": "only if the schedule leaves communication exposed", "no": "don't"}
 
 
 def _below(limit: float) -> str:

@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"--plot {options.plot}: the folder does not exist")
     configs = _configs(options)
     subject = _subject(options)
-    with _without_remarks(), _progress(quiet=options.json) as progress:
+    with _suppress_compiler_stderr(), _progress(quiet=options.json) as progress:
         plan = subject_plan(
             subject, configs=configs, progress=progress, target=options.target, num_nodes=options.nodes,
             devices_per_node=options.gpus_per_node, bandwidth=options.bandwidth, efficiency=options.efficiency,
@@ -199,7 +199,7 @@ def _progress(*, quiet: bool) -> Iterator[Progress | None]:
 
 
 @contextlib.contextmanager
-def _without_remarks() -> Iterator[None]:
+def _suppress_compiler_stderr() -> Iterator[None]:
     """Drops what the compiler writes to file descriptor 2 about programs that do not fit; the plan says it better.
 
     Python's own standard error goes on. TF_CPP_MIN_LOG_LEVEL=0 keeps the remarks (JAX itself sets it to 1).

@@ -150,7 +150,7 @@ class ConfigPlanner:
         layout = self.layout(config, absent=True, cluster=self.cluster._replace(target=roomy))
         return layout, self.subject.with_examples(examples * layout.num_shards * self.microbatches)
 
-    def tell(self) -> None:
+    def report_progress(self) -> None:
         """One step more is done."""
         self.done += 1
         self.progress(self.done, self.total, "")
@@ -159,19 +159,19 @@ class ConfigPlanner:
         """Waits for the compiler, and reads."""
         layout, moves = started.layout, self.moves(started.layout)
         program, error, seconds, _ = _Compiled(None, "", 0.0, 0) if started.step is None else started.step.result()
-        self.tell()
+        self.report_progress()
         memory = self.memory(layout, None if program is None else program.memory)
         largest = None
         if started.larger is not None:
             if program is not None:
                 largest = self.find_largest(config, memory, started.larger, pool)
-            self.tell()
+            self.report_progress()
         streams = predicted_streams(moves) if program is None else program_streams(program, layout)
         traced = self.flops * self.microbatches
         if program is None:
             flows, flops = flows_of(moves), traced
         else:
-            flows = [Flow(s.received_bytes, s.node_bytes, s.manner == "overlapped") for s in streams]
+            flows = [Flow(s.received_bytes, s.node_bytes, s.mode == "overlapped") for s in streams]
             flops = program.matmul_flops or traced
         received, entering = (sum(getattr(m, k) for m in moves) for k in ("received_bytes", "node_bytes"))
         return ConfigPlan(

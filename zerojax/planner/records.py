@@ -76,7 +76,7 @@ class Stream:
         axes: mesh axes, outermost first.
         dtypes: element types on the wire.
         in_loop: whether inside a loop.
-        manner: "overlapped" (computing goes on), "asynchronous", "blocking"; "" where nothing was compiled.
+        mode: "overlapped" (computing goes on), "asynchronous", "blocking"; "" where nothing was compiled.
         executions: how often collectives of the sort run.
         received_bytes: bytes into each device.
         node_bytes: bytes into each node; as many leave it.
@@ -87,7 +87,7 @@ class Stream:
     axes: tuple[str, ...]
     dtypes: tuple[str, ...]
     in_loop: bool
-    manner: str
+    mode: str
     executions: int
     received_bytes: int
     node_bytes: int
@@ -157,7 +157,7 @@ class Technique:
         break_even_hidden: the same when all communication is hidden that compute can cover.
         saved_seconds: per step at the bandwidth planned for, with nothing hidden; negative: it costs.
         saved_seconds_hidden: the same with all hidden that compute can cover.
-        verdict: "yes": pays whatever the schedule hides; "if exposed": pays only for communication that the schedule
+        decision: "yes": pays whatever the schedule hides; "if exposed": pays only for communication that the schedule
             leaves exposed; "no".
         advice: one sentence.
     """
@@ -168,7 +168,7 @@ class Technique:
     break_even_hidden: float
     saved_seconds: float
     saved_seconds_hidden: float
-    verdict: str
+    decision: str
     advice: str
 
 

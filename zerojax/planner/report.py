@@ -138,17 +138,17 @@ def _replicated(one: ConfigPlan) -> Table:
 def _traffic(plan: Plan, one: ConfigPlan) -> Group:
     source = "compiled program" if one.is_compiled else "placements"
     table = _table(f"Communication: GB per step into a device and into a node ({source})", padding=0)
-    for name in ("phase", "collective", "axes", "dtype", "loop", "manner", "runs", "device", "node"):
+    for name in ("phase", "collective", "axes", "dtype", "loop", "mode", "runs", "device", "node"):
         number = name in ("runs", "device", "node")
-        # Long names are broken in two, numbers and manner never.
-        table.add_column(name, justify="right" if number else "left", no_wrap=number or name == "manner",
+        # Long names are broken in two, numbers and mode never.
+        table.add_column(name, justify="right" if number else "left", no_wrap=number or name == "mode",
                          overflow="fold")  # fmt: skip
     small = [s for s in one.streams if s.received_bytes < 1e-3 * one.received_bytes]
     for s in one.streams:
         if s not in small:
             table.add_row(
                 s.phase, s.kind, "+\n".join(s.axes), "+\n".join(s.dtypes), "loop" if s.in_loop else "once",
-                s.manner.replace("asynchronous", "async"),
+                s.mode.replace("asynchronous", "async"),
                 str(s.executions), _gb(s.received_bytes), _gb(s.node_bytes),
             )  # fmt: skip
     if small:

@@ -43,7 +43,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Bytes per step into a device and into a node, by collectives over the same axes and of one manner."""
+    """Bytes per step into a device and into a node, by collectives over the same axes and of one mode."""
 
     received_bytes: int
     node_bytes: int

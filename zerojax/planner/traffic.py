@@ -265,7 +265,7 @@ def program_streams(program: CompiledProgram, layout: Layout) -> tuple[Stream, .
             axes=row.axes,
             dtypes=tuple(_NAMES.get(d, d) for d in row.dtypes),
             in_loop=row.in_loop,
-            manner=("overlapped" if row.overlapped else "asynchronous") if row.asynchronous else "blocking",
+            mode=("overlapped" if row.overlapped else "asynchronous") if row.asynchronous else "blocking",
             executions=row.executions,
             received_bytes=row.received_bytes,
             node_bytes=row.node_bytes,

@@ -50,7 +50,7 @@ class NonFinite(NamedTuple):
     stopped: jax.Array
 
 
-class Judgement(NamedTuple):
+class Decision(NamedTuple):
     """What becomes of a step: bool scalars and the new counts.
 
     Attributes:
@@ -73,9 +73,9 @@ def init_nonfinite() -> NonFinite:
     return NonFinite(*(jnp.zeros((), jnp.int32) for _ in NonFinite._fields))
 
 
-def judge(
+def decide(
     counts: NonFinite, loss_finite: jax.Array, grads_finite: jax.Array, on_nonfinite: OnNonFinite, at_floor: Any
-) -> Judgement:
+) -> Decision:
     """Decides what becomes of a step.
 
     Args:
@@ -87,7 +87,7 @@ def judge(
             is at its floor: an overflow above it is what scaling expects, and skipped.
 
     >>> fine, bad = jnp.bool_(True), jnp.bool_(False)
-    >>> one = judge(init_nonfinite(), fine, bad, "raise", None)
+    >>> one = decide(init_nonfinite(), fine, bad, "raise", None)
     >>> int(one.counts.stopped), bool(one.keeps_old), bool(one.runs)
     (2, True, False)
     """
@@ -102,7 +102,7 @@ def judge(
         stopped, counted = before, jnp.bool_(True)
         runs = counted
     skips = on_nonfinite != "ignore" or at_floor is not None
-    return Judgement(
+    return Decision(
         NonFinite(counts.loss_steps + (counted & ~loss_finite), counts.grad_steps + (counted & ~grads_finite), stopped),
         (skips & ~finite) | ~runs,
         runs,

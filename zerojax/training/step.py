@@ -17,7 +17,7 @@ from zerojax.gradients.local import Accumulation
 from zerojax.gradients.transform import gradient_function
 from zerojax.layout.layout import Layout
 from zerojax.training.loss_scaling import DynamicScale, is_at_floor, loss_scale_rule, next_loss_scale
-from zerojax.training.nonfinite import OnNonFinite, StoppingStep, init_nonfinite, judge, keep_if
+from zerojax.training.nonfinite import OnNonFinite, StoppingStep, decide, init_nonfinite, keep_if
 from zerojax.training.state import TrainState
 
 Tree = Any
@@ -98,10 +98,10 @@ def make_train_step(
         loss_fn, layout, has_aux=has_aux, weighted=weighted, mutable=mutable, microbatches=microbatches,
         accumulation=accumulation,
     )  # fmt: skip
-    manner: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
+    policy: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
 
     def step(state: TrainState, batch: Tree, *rest: Any) -> tuple[TrainState, dict[str, Any]]:
-        _check_state(state, rule, mutable, manner)
+        _check_state(state, rule, mutable, policy)
         scale = state.loss_scale
         out = grad_fn(
             state.params, batch, *rest, feedback=state.feedback, model_state=state.model_state,
@@ -119,46 +119,46 @@ def make_train_step(
         metrics |= {"loss_finite": jnp.isfinite(out.loss), "grads_finite": jnp.isfinite(norm)}
         at_floor = None if scale is None or rule is None else is_at_floor(scale, rule)
         counts = init_nonfinite() if state.nonfinite is None else state.nonfinite
-        verdict = judge(counts, metrics["loss_finite"], metrics["grads_finite"], manner, at_floor)
+        decision = decide(counts, metrics["loss_finite"], metrics["grads_finite"], policy, at_floor)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
         new = optax.apply_updates(state.params, updates), opt_state, out.feedback, out.model_state
-        if manner != "ignore":
+        if policy != "ignore":
             old = state.params, state.opt_state, state.feedback, state.model_state
-            new = keep_if(verdict.keeps_old, old, new)
+            new = keep_if(decision.keeps_old, old, new)
         params, opt_state, feedback, model_state = new
         new_scale = scale
         if scale is not None and rule is not None:
             metrics["loss_scale"] = scale.scale
             finite = metrics["loss_finite"] & metrics["grads_finite"]
-            new_scale = keep_if(~verdict.runs, scale, next_loss_scale(scale, finite, rule))
+            new_scale = keep_if(~decision.runs, scale, next_loss_scale(scale, finite, rule))
         skipped = jnp.zeros((), jnp.int32) if state.skipped is None else state.skipped
-        skipped += verdict.keeps_old & verdict.runs
+        skipped += decision.keeps_old & decision.runs
         metrics |= {
             "skipped": skipped,
-            "loss_nonfinite_steps": verdict.counts.loss_steps,
-            "grads_nonfinite_steps": verdict.counts.grad_steps,
-            "stopped": verdict.counts.stopped,
+            "loss_nonfinite_steps": decision.counts.loss_steps,
+            "grads_nonfinite_steps": decision.counts.grad_steps,
+            "stopped": decision.counts.stopped,
         }
         if has_aux:
             metrics["aux"] = out.aux
         done = TrainState(
-            state.step + verdict.runs, params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
+            state.step + decision.runs, params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
             skipped if state.skipped is not None else None,
-            verdict.counts if state.nonfinite is not None else None, model_state,
+            decision.counts if state.nonfinite is not None else None, model_state,
         )  # fmt: skip
         return done, metrics
 
     compiled = jax.jit(step, donate_argnums=(0,) if donate else ())
-    return StoppingStep(compiled) if manner == "raise" else compiled
+    return StoppingStep(compiled) if policy == "raise" else compiled
 
 
-def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, manner: OnNonFinite) -> None:
+def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, policy: OnNonFinite) -> None:
     if (state.loss_scale is None) != (rule is None):
         raise ValueError(
             "make_train_step(loss_scale=...) and TrainState.create(..., loss_scale=...) must be given the same rule, "
             "or neither any"
         )
-    if manner == "raise" and state.nonfinite is None:
+    if policy == "raise" and state.nonfinite is None:
         raise ValueError(
             "make_train_step(on_nonfinite='raise') marks in TrainState.nonfinite that training has stopped, which is "
             "None in this state; make the state with TrainState.create(...)"

@@ -14,7 +14,7 @@ def kept(name: str, version: str):
 
 
 def rows(program, **conditions) -> set[tuple]:
-    """What is the same in all versions: sort, array and bytes of each collective; not its name, order or manner."""
+    """What is the same in all versions: sort, array and bytes of each collective; not its name, order or mode."""
     return {
         (one.kind, one.axes, one.dtypes, one.payload_bytes, one.executions, one.received_bytes, one.node_bytes)
         for one in program.select(**conditions)
