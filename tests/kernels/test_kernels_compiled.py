@@ -8,25 +8,15 @@ import pathlib
 import subprocess
 import sys
 
-import kernel_formats
 import pytest
+from kernel_formats import FP4, FP4_TILED, INT4, INT4_TILED, INT8, INT8_ONE_BLOCK_A_TILE, ROTATED, ROTATED_TILED
 
-import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, sass, survey
+from pallas_kernels import QuantFormat, _compat, absent_gpu, sass, survey
 
 pytestmark = pytest.mark.needs_cuda_plugin
 AOT = pytest.mark.aot
 
-Format = pk.BlockFormat
-INT8 = Format(**kernel_formats.INT8)
-INT8_WIDE = Format(bits=8, block_size=2048)
-INT8_ONE_BLOCK_A_TILE = Format(**kernel_formats.INT8_ONE_BLOCK_A_TILE)
-INT4 = Format(**kernel_formats.INT4)
-INT4_TILED = Format(**kernel_formats.INT4_TILED)
-FP4 = Format(**kernel_formats.FP4)
-FP4_TILED = Format(**kernel_formats.FP4_TILED)
-ROTATED = Format(**kernel_formats.ROTATED)
-ROTATED_TILED = Format(**kernel_formats.ROTATED_TILED)
+INT8_WIDE = QuantFormat(8, 2048)
 LEAST_IN_FLIGHT = 32 * 1024
 """Bytes that the programs of a multiprocessor read at a time: an H100 moves 25 a nanosecond and multiprocessor, and
 they take somewhat less than a microsecond."""
@@ -46,7 +36,7 @@ CASES = [
     Case("quantize", INT8_WIDE, "float32"),
     Case("quantize", INT8, stochastic=True),
     Case("quantize", INT4, "float16"),
-    Case("quantize", Format(bits=4, block_size=16), stochastic=True),
+    Case("quantize", QuantFormat(4, 16), stochastic=True),
     Case("quantize", INT4_TILED),
     Case("quantize", INT4_TILED, stochastic=True),
     Case("quantize", INT4_TILED, stochastic=True, residual=True, slices=True),
@@ -60,10 +50,10 @@ CASES = [
     Case("quantize", INT8_WIDE, stochastic=True, residual=True, registers=80),
     Case("quantize", ROTATED),
     Case("quantize", ROTATED_TILED, "float32"),
-    Case("quantize", Format(bits=4, block_size=64, rotate=32)),
-    Case("quantize", Format(bits=8, block_size=256, rotate=64), stochastic=True, registers=72, issue=1.05),
-    Case("quantize", Format(bits=8, block_size=1024, rotate=64), registers=72),
-    Case("quantize", Format(bits=8, block_size=2048, rotate=64), registers=96),
+    Case("quantize", QuantFormat(4, 64, rotate=32)),
+    Case("quantize", QuantFormat(8, 256, rotate=64), stochastic=True, registers=72, issue=1.05),
+    Case("quantize", QuantFormat(8, 1024, rotate=64), registers=72),
+    Case("quantize", QuantFormat(8, 2048, rotate=64), registers=96),
     Case("quantize", ROTATED_TILED, stochastic=True, residual=True, slices=True),
     Case("sum", INT8, "float32", source=INT8, count=2),
     Case("sum", INT8, "float32", source=INT8, count=16, registers=96),
@@ -154,10 +144,10 @@ def test_on_b200_no_spills():
 
 @AOT
 def test_the_survey_prints_a_row_a_variant_and_the_worst(capsys):
-    survey.main(["--only", "4/128et-bfloat16", "--gpu", "h100"])
+    survey.main(["--only", "e2m1/128-e4m3-bfloat16", "--gpu", "h100"])
     head, *rows, worst = capsys.readouterr().out.splitlines()
     assert "H100" in head
-    names = [str(v) for v in survey.variants("quantize") if "4/128et-bfloat16" in str(v)]
+    names = [str(v) for v in survey.variants("quantize") if "e2m1/128-e4m3-bfloat16" in str(v)]
     assert len(names) == 4
     assert [row.split()[0] for row in rows] == names
     assert worst.startswith("worst of 4")
