@@ -22,6 +22,7 @@ from zerojax.hlo.schedule import find_collectives
 from zerojax.hlo.steps import Step, program_steps, total_flops
 from zerojax.hlo.text import hlo_dtype, parse_module
 
+
 @dataclasses.dataclass(frozen=True)
 class MemoryFigures:
     """Bytes of one device, from the compiler's own assignment of buffers.

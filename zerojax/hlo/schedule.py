@@ -241,7 +241,8 @@ def multiplies(line: Instruction) -> bool:
 def find_collectives(module: Module) -> tuple[Occurrence, ...]:
     """All collectives of a module in the order of its schedule, those of called computations where they are called."""
     multiplying = _holding(module, multiplies)
-    return tuple(_occurrence(visit, multiplying) for visit in walk(module, lambda line: collective_kind(line) is not None))
+    found = walk(module, lambda line: collective_kind(line) is not None)
+    return tuple(_occurrence(visit, multiplying) for visit in found)
 
 
 def collective_kind(line: Instruction) -> str | None:
