@@ -42,23 +42,23 @@ OPTIONS: Mapping[str, CompilerOption] = {
     "latency_hiding": CompilerOption(
         safe=True,
         does="schedules collectives around compute instead of where they are written",
-        seen="the compiler's default at JAX's optimisation levels and in NVIDIA's containers (docs.nvidia.com/jax-toolbox,"
-        " environment variables); named so that another default cannot expose every gather",
+        seen="set in NVIDIA's containers (docs.nvidia.com/jax-toolbox, environment variables); named so that another "
+        "default of the compiler cannot expose every gather",
         values={(0, 10): {"xla_gpu_enable_latency_hiding_scheduler": True}},
     ),
     "parallel_collectives": CompilerOption(
         safe=False,
         does="lets four collectives be in flight instead of one, so that hops inside and between nodes overlap",
-        seen="here 1.07 -> 0.87 s; elsewhere +0.3 to +0.65 % on GB200 (marin-community/marin#8279), and 24 % slower with "
-        "peer-write all-to-alls (marin#8077). Collectives that share two devices can deadlock when they overlap; the "
+        seen="here 1.07 -> 0.87 s; elsewhere +0.3 to +0.65 % on GB200 (marin-community/marin#8279), and 24 % slower "
+        "with peer-write all-to-alls (marin#8077). Collectives that share two devices can deadlock when they overlap; the "
         "scheduler's guard against it came back in April 2026 (openxla/xla#40656, #40520)",
         values={(0, 10): {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}},
     ),
     "pipelined_gathers": CompilerOption(
         safe=False,
         does="moves the gathers of a loop into the iteration before, for one layer of weights more in memory",
-        seen="here 1.07 -> 0.95 s and 1.6 GB more on 0.12; with parallel_collectives 0.77 s and 1.1 GB. Combined with other"
-        " options it interacts (marin#8054)",
+        seen="here 1.07 -> 0.95 s and 1.6 GB more on 0.12; with parallel_collectives 0.77 s and 1.1 GB. Combined with "
+        "other options it interacts (marin#8054)",
         values={
             (0, 10): {"xla_gpu_enable_pipelined_all_gather": True},
             (0, 12): {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"},
