@@ -21,7 +21,7 @@ def layout_of_absent_gpus(params, nodes=2, local=2):
 def test_no_option_is_given_to_a_cpu_and_an_unknown_name_is_refused():
     layout = make_layout({"w": jnp.ones((8, 8))}, "2x4", 3)
     assert zerojax.compiler_options(layout, experimental=list(OPTIONS)) == {}
-    with pytest.raises(ValueError, match="pipelined_gather'.*'pipelined_gathers'"):
+    with pytest.raises(ValueError, match=r"pipelined_gather'.*'pipelined_gathers'"):
         zerojax.compiler_options(layout, experimental=["pipelined_gather"])
 
 

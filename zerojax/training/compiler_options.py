@@ -50,8 +50,8 @@ OPTIONS: Mapping[str, CompilerOption] = {
         safe=False,
         does="lets four collectives be in flight instead of one, so that hops inside and between nodes overlap",
         seen="here 1.07 -> 0.87 s; elsewhere +0.3 to +0.65 % on GB200 (marin-community/marin#8279), and 24 % slower "
-        "with peer-write all-to-alls (marin#8077). Collectives that share two devices can deadlock when they overlap; the "
-        "scheduler's guard against it came back in April 2026 (openxla/xla#40656, #40520)",
+        "with peer-write all-to-alls (marin#8077). Collectives that share two devices can deadlock when they overlap; "
+        "the scheduler's guard against it came back in April 2026 (openxla/xla#40656, #40520)",
         values={(0, 10): {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}},
     ),
     "pipelined_gathers": CompilerOption(
