@@ -35,10 +35,10 @@ SHAPES = {
 }
 """Leaves of decoder models with 1, 8 and 70 billion parameters (Llama 3 widths)."""
 
-INT8 = pk.BlockFormat(bits=8, block_size=128)
-INT4 = pk.BlockFormat(bits=4, block_size=256)
-INT4_TILED = pk.BlockFormat(bits=4, block_size=32, scale_dtype="float8_e4m3fn")
-INT4_ROTATED = pk.BlockFormat(bits=4, block_size=64, rotate=32)
+INT8 = pk.QuantFormat(8, 128)
+INT4 = pk.QuantFormat(4, 256)
+INT4_TILED = pk.QuantFormat(4, 32, "float8_e4m3fn")
+INT4_ROTATED = pk.QuantFormat(4, 64, rotate=32)
 COUNT = 8
 
 
@@ -71,33 +71,30 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
     size = math.prod(shape)
     leaf = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
     rows = []
-    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED), ("int4/64 rotated", INT4_ROTATED)):
+    for fmt in (INT8, INT4_TILED, INT4_ROTATED):
         plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, None, (), fmt, False, False)
-        rows.append(Op(f"quantize {name}", functools.partial(pk.quantize, **fmt.keywords()), (leaf,), plan, size))
+        rows.append(Op(f"quantize {fmt}", functools.partial(pk.quantize, fmt=fmt), (leaf,), plan, size))
     stochastic = {"rounding": "stochastic", "seed": 1, "with_residual": True}
-    slices = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, **INT4_TILED.keywords(), **stochastic)
+    slices = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, fmt=INT4_TILED, **stochastic)
     plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, 0, (COUNT,), INT4_TILED, True, True)
     rows.append(Op("quantize_slices int4 +sr +residual", slices, (leaf,), plan, size))
     one = (shape[0] // COUNT, *shape[1:])
 
-    def received(fmt: pk.BlockFormat) -> Any:
-        cut = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, implementation="xla", **fmt.keywords())
+    def received(fmt: pk.QuantFormat) -> Any:
+        cut = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, implementation="xla", fmt=fmt)
         return jax.eval_shape(cut, leaf)
 
     part = size // COUNT
-    rows.append(Op("dequantize int8/128", pk.dequantize, (received(INT8),), None, size))
+    rows.append(Op(f"dequantize {INT8}", pk.dequantize, (received(INT8),), None, size))
     plan = mosaic_gpu.plan_sum((1, COUNT), one, INT4_ROTATED, leaf.dtype, 1.0, clamp=True)
-    rows.append(Op("dequantize int4/64 rotated", pk.dequantize, (received(INT4_ROTATED),), plan, size))
-    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED)):
+    rows.append(Op(f"dequantize {INT4_ROTATED}", pk.dequantize, (received(INT4_ROTATED),), plan, size))
+    for fmt in (INT8, INT4_TILED):
         plan = mosaic_gpu.plan_sum((COUNT,), one, fmt, jnp.dtype("float32"), 1.0)
-        rows.append(Op(f"dequantize_sum {COUNT}x {name}", pk.dequantize_sum, (received(fmt),), plan, part))
-    for name, source, fmt in (
-        ("int8/128 -> int4/32e4m3", INT8, INT4_TILED),
-        ("int4/256 -> int4/256", INT4, INT4),
-    ):
-        fused = functools.partial(pk.dequantize_sum_quantize, **fmt.keywords())
+        rows.append(Op(f"dequantize_sum {COUNT}x {fmt}", pk.dequantize_sum, (received(fmt),), plan, part))
+    for source, fmt in ((INT8, INT4_TILED), (INT4, INT4)):
+        fused = functools.partial(pk.dequantize_sum_quantize, fmt=fmt)
         plan = mosaic_gpu.plan_sum_quantize((COUNT,), one, source, fmt, 1.0, False, None, False)
-        rows.append(Op(f"dequantize_sum_quantize {COUNT}x {name}", fused, (received(source),), plan, part))
+        rows.append(Op(f"dequantize_sum_quantize {COUNT}x {source} -> {fmt}", fused, (received(source),), plan, part))
     return [*rows, *_with_messages(leaf, one)]
 
 
@@ -105,12 +102,12 @@ def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]
     """What the two sides of an all-to-all do: XLA writes one message a destination, a kernel payload and scales."""
 
     def send(x: jax.Array, implementation: backend.Implementation) -> Any:
-        q = pk.quantize_slices(x, dim=0, num_slices=COUNT, implementation=implementation, **INT8.keywords())
+        q = pk.quantize_slices(x, dim=0, num_slices=COUNT, implementation=implementation, fmt=INT8)
         return pk.pack_apart(q) if implementation == "mosaic_gpu" else pk.pack_bytes(q)
 
     def receive(payload: jax.Array, scales: jax.Array, implementation: backend.Implementation) -> pk.QuantizedArray:
         q = pk.unpack_bytes((payload, scales), format=INT8, shape=one, dtype="bfloat16")
-        return pk.dequantize_sum_quantize(q, implementation=implementation, **INT4_TILED.keywords())
+        return pk.dequantize_sum_quantize(q, implementation=implementation, fmt=INT4_TILED)
 
     size = math.prod(leaf.shape)
     payload = INT8.num_blocks(size // COUNT) * INT8.block_bytes
@@ -119,8 +116,8 @@ def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]
     sent = mosaic_gpu.plan_quantize(leaf.shape, leaf.dtype, 0, (COUNT,), INT8, False, False)
     fused = mosaic_gpu.plan_sum_quantize((COUNT,), one, INT8, INT4_TILED, 1.0, False, None, False)
     return [
-        Op("quantize_slices int8/128, messages", send, (leaf,), sent, size),
-        Op(f"messages, d_sum_q {COUNT}x int8/128 -> int4/32e4m3", receive, received, fused, size // COUNT),
+        Op(f"quantize_slices {INT8}, messages", send, (leaf,), sent, size),
+        Op(f"messages, d_sum_q {COUNT}x {INT8} -> {INT4_TILED}", receive, received, fused, size // COUNT),
     ]
 
 
