@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import absent_gpu, bench
 
-pytestmark = pytest.mark.needs_cuda_plugin
+pytestmark = pytest.mark.aot
 SHAPE = (2048, 8192)
 OPS = {op.name: op for op in bench.ops(SHAPE)}
 

@@ -56,8 +56,13 @@ def test_the_same_program_compiles_to_kernels_for_an_absent_gpu():
 
 
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("nested", "check_vma"),
+    [
+        (True, True),
+        *(pytest.param(*more, marks=pytest.mark.aot) for more in ((True, False), (False, True), (False, False))),
+    ],
+)
 def test_kernels_compile_inside_shard_map_for_absent_gpus(nested, check_vma):
     topology = absent_gpu.topology("h100", "1x2x4")
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(4, 2), ("d", "model"))
