@@ -1,8 +1,8 @@
 """Block quantisation for communication: one meaning, several backends.
 
     q = quantize_slices(grad, QuantFormat(8, 128), dim=0, num_slices=8)     # lead (8,), destination order
-    message = lax.all_to_all(pack_bytes(q), "local", 0, 0, tiled=True)         # one uint8 message a destination
-    mean = dequantize_sum(unpack_bytes(message, q), mean=True)
+    messages = [lax.all_to_all(m, "local", 0, 0, tiled=True) for m in to_messages(q)]
+    mean = dequantize_sum(unpack_bytes(tuple(messages), q), mean=True)
 
 `reference` is the meaning of every op, in plain jnp. The kernels are built for the ZeRO++ collectives (arXiv
 2306.10209) and equal it bit for bit; `backend` chooses when a program is lowered. What is shown where, and how:
@@ -30,8 +30,8 @@ bfloat16 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ide
 | dequantize_sum int8 / int4 with e4m3 scales | 1.04x / 1.24x, 2 launches | 1.00x, 1 launch | kernel |
 | dequantize_sum_quantize | 2.1x to 2.8x, 4 to 6 launches | 1.00x, 1 launch | kernel |
 
-`pack_bytes` and `unpack_bytes` add a copy of the payload each to a kernel, `pack_apart` of the scales alone; XLA fuses
-packing into its own program.
+`to_messages` sends small leaves as one message, which costs a kernel a copy of the payload on either side, and large
+ones as payload and scales, a copy of the scales alone; XLA fuses packing into its own program.
 XLA alone does: leaves whose contiguous run per slice is no multiple of the block (of the tile of 1024 with e4m3
 scales) or is a single one, sums of padded slices, and sums requantised in larger blocks than they came in, int4 in
 smaller ones, blocks of 2048 with e4m3 scales.
@@ -39,7 +39,7 @@ smaller ones, blocks of 2048 with e4m3 scales.
 
 from pallas_kernels.array import QuantFormat, QuantizedArray
 from pallas_kernels.backend import kernels_preferred, prefer_kernels
-from pallas_kernels.message import pack_apart, pack_bytes, unpack_bytes
+from pallas_kernels.message import pack_apart, pack_bytes, to_messages, unpack_bytes
 from pallas_kernels.ops import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
 
@@ -56,6 +56,7 @@ __all__ = [
     "prefer_kernels",
     "quantize",
     "quantize_slices",
+    "to_messages",
     "to_slices",
     "unpack_bytes",
 ]
