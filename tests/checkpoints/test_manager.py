@@ -71,9 +71,9 @@ def test_the_best_step_is_kept_beside_the_latest(tmp_path):
             assert (manager.all_steps(), manager.latest_step()) == (kept, 5)
             found = manager.restore(kept[0])
             assert (found.step, found.metrics, found.run) == (kept[0], {"loss": [4, 1, 9][kept[0] - 1]}, {"name": "x"})
-            with pytest.raises(ValueError, match="best='-?loss'.*lacks it at step 6"):
+            with pytest.raises(ValueError, match=r"best='-?loss'.*lacks it at step 6"):
                 manager.save(6, start().params)
-            with pytest.raises(FileNotFoundError, match="no checkpoint at .*/4"):
+            with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/4"):
                 manager.restore(4)
 
 
@@ -153,8 +153,8 @@ def test_what_is_kept_beside_the_state_comes_back_equal(tmp_path):
     generator = np.random.Generator(np.random.MT19937(3))
     generator.normal(size=5)
     data = {
-        "iterator": Iterator(7), "generator": generator, "key": jax.random.split(jax.random.key(3), 2), 3: (1, [2.5, None]),
-        "old": jax.random.PRNGKey(1), "half": jnp.arange(3, dtype=jnp.bfloat16), "big": 2**100,
+        "iterator": Iterator(7), "generator": generator, "key": jax.random.split(jax.random.key(3), 2),
+        3: (1, [2.5, None]), "old": jax.random.PRNGKey(1), "half": jnp.arange(3, dtype=jnp.bfloat16), "big": 2**100,
     }  # fmt: skip
     with zerojax.CheckpointManager(tmp_path, layout) as manager:
         manager.save(1, start().params, data=data)
