@@ -1,7 +1,8 @@
 """Training state on disk, as logical arrays that restore into any mesh, stage or number of devices.
 
-Knows `TrainState` and layouts; hands on `save`, `restore` and `CheckpointManager`. What is promised, and the test that holds it
-(tests/checkpoints/test_nothing_is_lost.py and test_manager.py):
+Knows `TrainState` and layouts; hands on `save`, `restore` and `CheckpointManager`.
+
+What is promised, and the test that holds it (tests/checkpoints/test_nothing_is_lost.py and test_manager.py):
 
 | what happens | what is promised | test |
 |---|---|---|
