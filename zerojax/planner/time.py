@@ -16,12 +16,20 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
+from zerojax.hlo.steps import Product
 from zerojax.planner.gpus import GpuTarget
 
-# Of the datasheet's dense bf16 peak: what large matrix products reach in well-tuned training runs.
+# Of the datasheet's dense bf16 peak, for rules that know of no size: what large matrix products reach.
 EFFICIENCY = 0.5
 # One 400 Gbit/s adapter per GPU, as in the vendors' reference systems.
 NIC_BYTES_PER_SECOND = 50e9
+# Rates of tensor cores for other element types, by the rate for bfloat16 (datasheets of A100, H100 and B200; float32
+# products run as TF32, the default of JAX on GPUs).
+_RATES = {"f32": 0.5, "f64": 0.0625, "s8": 2.0, "u8": 2.0, "f8": 2.0}
+# Tiles of the result that one multiprocessor works on at a time, and the depth from which on a product is split along
+# k to keep all of them busy: the sizes of the libraries' kernels.
+_TILE = (128, 256)
+_SPLIT_DEPTH = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +37,14 @@ class Links:
     """Rates of the machine that the model divides by.
 
     Attributes:
-        node_bandwidth: bytes per second into one node, from all others together.
-        link_bandwidth: bytes per second into one device from its neighbours in the node.
-        memory_bandwidth: bytes per second of the device memory.
-        flops: FLOP per second of one device, peak times efficiency.
+      node_bandwidth: bytes per second into one node, from all others together.
+      link_bandwidth: bytes per second into one device from its neighbours in the node.
+      memory_bandwidth: bytes per second of the device memory, as reached.
+      flops: FLOP per second of one device in bfloat16, peak times efficiency.
       node_latency: seconds a collective between nodes takes beyond its bytes.
       link_latency: the same of one inside a node.
+      launch_seconds: the least a kernel takes.
+      core_count: multiprocessors that the tiles of a product are spread over; 0: products of all sizes are as fast.
     """
 
     node_bandwidth: float
@@ -43,6 +53,23 @@ class Links:
     flops: float
     node_latency: float = 30e-6
     link_latency: float = 15e-6
+    launch_seconds: float = 0.0
+    core_count: int = 0
+
+    def product_seconds(self, product: Product) -> float:
+        """Seconds of a matrix product whose operands are at hand.
+
+        The result is cut into tiles, one at a time for each multiprocessor: the last round of tiles is as long as the
+        others however few they are.
+        """
+        rate = self.flops * next((r for name, r in _RATES.items() if product.dtype.startswith(name)), 1.0)
+        if not self.core_count or not product.flops:
+            return product.flops / rate
+        tiles = product.batch * math.ceil(product.m / _TILE[0]) * math.ceil(product.n / _TILE[1])
+        parts = min(max(1, product.k // _SPLIT_DEPTH), math.ceil(self.core_count / tiles))
+        rounds = math.ceil(tiles * parts / self.core_count)
+        full = product.batch * product.m * product.n * parts / (_TILE[0] * _TILE[1])
+        return product.flops / rate * max(1.0, rounds * self.core_count / full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +113,39 @@ class StepTime:
 
 
 def machine_links(
-    target: GpuTarget, devices_per_node: int, bandwidth: float | str | None, efficiency: float = EFFICIENCY
+    target: GpuTarget, devices_per_node: int, bandwidth: float | str | None, efficiency: float | None = None
 ) -> Links:
-    """The rates for a target; `bandwidth` into a node, in bytes per second or as `parse_bandwidth` reads it."""
+    """The rates for a target.
+
+    Args:
+        target: the GPU.
+        devices_per_node: GPUs that share the network into a node.
+        bandwidth: into a node, in bytes per second or as `parse_bandwidth` reads it; None: one adapter per GPU.
+        efficiency: share of the peak that large products reach; None: the target's.
+    """
+    efficiency = target.product_efficiency if efficiency is None else efficiency
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency}: a fraction of the peak is required, above 0 and at most 1")
     node = NIC_BYTES_PER_SECOND * devices_per_node if bandwidth is None else parse_bandwidth(bandwidth)
-    return Links(node, target.link_bandwidth, target.memory_bandwidth, target.peak_bf16_flops * efficiency)
+    return Links(
+        node, target.link_bandwidth, target.memory_bandwidth * target.memory_efficiency,
+        target.peak_bf16_flops * efficiency, target.node_latency, target.link_latency, target.launch_seconds,
+        target.core_count,
+    )  # fmt: skip
+
+
+def plain_links(
+    target: GpuTarget, devices_per_node: int, bandwidth: float | str | None, efficiency: float = EFFICIENCY
+) -> Links:
+    """The datasheet's rates, products of every size at one share of the peak, nothing for launching a kernel.
+
+    Simple rules by which the schedules of two programs compare; arguments as for `machine_links`.
+    """
+    links = machine_links(target, devices_per_node, bandwidth, efficiency)
+    return dataclasses.replace(
+        links, memory_bandwidth=float(target.memory_bandwidth), node_latency=30e-6, link_latency=15e-6,
+        launch_seconds=0.0, core_count=0,
+    )  # fmt: skip
 
 
 def parse_bandwidth(value: float | str) -> float:
