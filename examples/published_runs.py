@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.planner.models import Subject
+from zerojax.planner.workload import Workload
 
 
 class Shape(NamedTuple):
@@ -84,7 +84,7 @@ RUNS = [
 ]
 
 
-def mpt(shape: Shape, *, checkpointing: bool, name: str = "mpt") -> Subject:
+def mpt(shape: Shape, *, checkpointing: bool, name: str = "mpt") -> Workload:
     """The model's loss and shapes: bfloat16 parameters, AdamW with float32 masters, a batch of one example.
 
     Args:
@@ -109,7 +109,7 @@ def mpt(shape: Shape, *, checkpointing: bool, name: str = "mpt") -> Subject:
     )
     tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     loss = functools.partial(_loss, heads=shape.heads, checkpointing=checkpointing)
-    return Subject(loss, params, {"inputs": tokens, "targets": tokens}, optax.adamw(3e-4), name=name)
+    return Workload(loss, params, {"inputs": tokens, "targets": tokens}, optax.adamw(3e-4), name=name)
 
 
 @jax.checkpoint

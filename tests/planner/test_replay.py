@@ -7,7 +7,8 @@ from zerojax.planner.replay import replay
 from zerojax.planner.time import Links
 
 MESH = {"node": 2, "local": 2}
-# A product of (1000, 1000) float32 matrices is 2e9 FLOP, at half the rate of bfloat16: 2 s. Its 12 MB and other kernels' bytes take 1 s for 6 MB.
+# A product of (1000, 1000) float32 matrices is 2e9 FLOP, at half the rate of bfloat16: 2 s. Its 12 MB and other
+# kernels' bytes take 1 s for 6 MB.
 LINKS = Links(
     node_bandwidth=1e6, link_bandwidth=1e6, memory_bandwidth=6e6, flops=2e9, node_latency=0.5, link_latency=0.25
 )

@@ -158,6 +158,11 @@ class Traffic:
     pass_bytes: int = 0
     path: str = ""
 
+    @property
+    def dtype(self) -> str:
+        """The element type with most bytes on the wire."""
+        return self.dtypes[0]
+
     def __str__(self) -> str:
         return (
             f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or 'no axis':12} {'+'.join(self.dtypes):10} "

@@ -48,6 +48,9 @@ class Product:
         """Two for each multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
 
+    def __str__(self) -> str:
+        return f"{f'{self.batch} x ' if self.batch > 1 else ''}({self.m}, {self.k}) @ ({self.k}, {self.n})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:

@@ -33,7 +33,11 @@ _MOST_EVENTS = 200_000
 
 
 class Event(NamedTuple):
-    """Something on a lane from `begin` to `end`, in seconds; `lane` "loop" holds the iterations of loops."""
+    """Something on a lane from `begin` to `end`, in seconds.
+
+    Beside `LANES` there are "waits", what compute waits for, and "loop", iterations of loops. `detail` says how large
+    matrix products are.
+    """
 
     lane: str
     name: str
@@ -42,6 +46,7 @@ class Event(NamedTuple):
     end: float
     num_bytes: int = 0
     flops: int = 0
+    detail: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +213,10 @@ class _Clock:
             return
         if self.recording and seconds:
             end = self.now + seconds
-            self.events.append(Event("compute", step.name, step.op_name, self.now, end, step.num_bytes, step.flops))
+            detail = ", ".join(map(str, step.products))
+            self.events.append(
+                Event("compute", step.name, step.op_name, self.now, end, step.num_bytes, step.flops, detail)
+            )
         self.now += seconds
         self.busy["compute"] += seconds
 
@@ -246,6 +254,8 @@ class _Clock:
         if end > self.now:
             if name:
                 self.of_collective[name][2] += end - self.now
+                if self.recording:
+                    self.events.append(Event("waits", name, self.known[name].op_name, self.now, end))
             self.now = end
 
     def repeat(self, step: Repeat) -> None:

@@ -1,12 +1,14 @@
-"""How long a step takes, by a simple model that is stated in full, and from which bandwidth on a technique pays.
+"""Rates of a machine, and how long a step takes where nothing is compiled.
+
+With a compiled program the step is replayed (`zerojax.planner.replay`). Without one, from placements alone:
 
     compute     FLOP / (peak FLOP/s x efficiency)
     collective  the larger of  bytes into a node / bandwidth between nodes  and  bytes into a device / link in the node
     passes      bytes read and written to quantise and dequantise / memory bandwidth
     step        compute + passes + blocking collectives + what of the asynchronous ones compute does not cover
 
-Latency, stragglers and contention are not in it. A technique that saves D bytes into each node and costs t seconds
-elsewhere pays below the bandwidth D / t; what compute hides anyway cannot be saved. Knows nothing of programs.
+Latency and kernels that are no products are not in it. A technique that saves D bytes into each node and costs t
+seconds elsewhere pays below the bandwidth D / t; what compute hides anyway cannot be saved.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from zerojax.hlo.collective import Traffic
 from zerojax.hlo.steps import Product
 from zerojax.planner.gpus import GpuTarget
 
@@ -73,24 +76,15 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
-    """Bytes per step into a device and into a node, by collectives over the same axes and of one mode."""
-
-    received_bytes: int
-    node_bytes: int
-    asynchronous: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, by the model.
+    """Seconds of one step: of a replayed program, or by the model of the module's docstring.
 
     Attributes:
-        compute: matrix products.
-        between_nodes: collectives that are bound by the network between nodes.
-        inside_node: collectives that are bound by the links in a node.
-        passes: quantising and dequantising.
-        hidden: what of the asynchronous collectives fits behind compute.
+        compute: kernels, those that quantise too; without a program matrix products alone.
+        between_nodes: collectives between nodes; without a program those that are bound by the network between them.
+        inside_node: collectives inside nodes.
+        passes: quantising and dequantising, where no program was compiled.
+        hidden: what of the collectives is behind compute, or beside each other.
         step: the step as scheduled.
     """
 
@@ -168,25 +162,32 @@ def parse_bandwidth(value: float | str) -> float:
     return found
 
 
-def flow_seconds(flow: Flow, links: Links) -> float:
+def traffic_seconds(row: Traffic, links: Links) -> float:
     """Seconds of some collectives alone on the network."""
-    return max(flow.node_bytes / links.node_bandwidth, flow.received_bytes / links.link_bandwidth)
+    return max(row.node_bytes / links.node_bandwidth, row.received_bytes / links.link_bandwidth)
 
 
-def step_time(flops: float, flows: Iterable[Flow], pass_bytes: int, links: Links) -> StepTime:
+def step_time(flops: float, rows: Iterable[Traffic], links: Links) -> StepTime:
     """The model of the module's docstring.
 
+    Args:
+        flops: of one device.
+        rows: what is sent, and read and written to quantise it.
+        links: rates of the machine.
+
     >>> links = Links(node_bandwidth=4e11, link_bandwidth=4.5e11, memory_bandwidth=3.35e12, flops=5e14)
-    >>> step_time(1e15, [Flow(10**9, 4 * 10**11)], 0, links).step
+    >>> gathers = Traffic("forward", "all-gather", ("node",), ("bf16",), True, "", 40, 10**9, 4 * 10**11)
+    >>> step_time(1e15, [gathers], links).step
     3.0
     """
-    compute, passes = flops / links.flops, pass_bytes / links.memory_bandwidth
+    compute, passes = flops / links.flops, 0.0
     seconds = {True: 0.0, False: 0.0}
     between = inside = 0.0
-    for flow in flows:
-        spent = flow_seconds(flow, links)
-        seconds[flow.asynchronous] += spent
-        if flow.node_bytes / links.node_bandwidth >= spent > 0:
+    for row in rows:
+        spent = traffic_seconds(row, links)
+        passes += row.pass_bytes / links.memory_bandwidth
+        seconds[row.mode == "overlapped"] += spent
+        if row.node_bytes / links.node_bandwidth >= spent > 0:
             between += spent
         else:
             inside += spent
@@ -194,18 +195,19 @@ def step_time(flops: float, flows: Iterable[Flow], pass_bytes: int, links: Links
     return StepTime(compute, between, inside, passes, hidden, compute + passes + between + inside - hidden)
 
 
-def step_overlapped(flops: float, flows: Iterable[Flow], pass_bytes: int, links: Links) -> float:
+def step_overlapped(flops: float, rows: Sequence[Traffic], links: Links) -> float:
     """Seconds of a step whose schedule hides all communication that compute and passes can cover."""
-    busy = flops / links.flops + pass_bytes / links.memory_bandwidth
-    return max(busy, sum(flow_seconds(flow, links) for flow in flows))
+    busy = flops / links.flops + sum(row.pass_bytes for row in rows) / links.memory_bandwidth
+    return max(busy, sum(traffic_seconds(row, links) for row in rows))
 
 
-def break_even(gain: Callable[[Links], float], links: Links) -> float:
+def break_even(gain: Callable[[Links], float], links: Links, halvings: int = 60) -> float:
     """The bandwidth into a node, in bytes per second, below which something gains time.
 
     Args:
         gain: seconds gained at given rates; falls with the bandwidth.
         links: rates; the bandwidth between nodes is not read.
+        halvings: of the interval from a megabyte to ten petabytes per second, in its logarithm.
 
     Returns:
         Infinity when it always gains, 0 when it never does.
@@ -223,7 +225,7 @@ def break_even(gain: Callable[[Links], float], links: Links) -> float:
         return math.inf
     if at(low) <= 0:
         return 0.0
-    for _ in range(60):  # Halves the interval, in the logarithm.
+    for _ in range(halvings):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if at(middle) > 0 else (low, middle)
     return low
