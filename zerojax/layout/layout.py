@@ -7,9 +7,11 @@ them against it and describes it. Knows nothing of optimizers or of how values m
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +26,22 @@ from zerojax.layout.notices import notices
 from zerojax.layout.placement import Placement, pad, unpad
 
 Tree = Any
+# The layouts of the optimizers that are calling a function of the user's.
+_IN_OPTIMIZER: contextvars.ContextVar[tuple[Layout, ...]] = contextvars.ContextVar("_IN_OPTIMIZER", default=())
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
+@dataclasses.dataclass(frozen=True)
+class StoredParams:
+    """Parameters that say under which layout they are stored; made by `Layout.stored`. A pytree of their arrays.
+
+    Attributes:
+        tree: parameters in stored form, in any dtype.
+        layout: their layout.
+    """
+
+    tree: Tree
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,6 +137,61 @@ class Layout:
             return jax.device_put(x, sharding)
 
         return self._map(put, params)
+
+    def stored(self, tree: Tree) -> StoredParams:
+        """Marks parameters in stored form as such, for arguments after the batch: teachers, target networks, GANs.
+
+        `value_and_grad`, `apply` and the step of `make_train_step` gather them where the loss uses them, in logical
+        shape and without a gradient; the loss sees the plain tree. The layout may be another one on the same mesh.
+
+        Args:
+            tree: in stored form, of any dtypes: an average of `TrainState.params`, say.
+
+        Raises:
+            ValueError: the tree is not in this layout's stored form.
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"w": jnp.ones((7,))}, mesh, ZeroConfig(min_shard_size=0))
+        >>> params = layout.shard({"w": jnp.ones((7,))})
+        >>> average = jax.tree.map(lambda old, new: 0.5 * old + 0.5 * new, params, params)
+        >>> loss = lambda params, batch, teacher: jnp.mean((batch @ params["w"] - batch @ teacher["w"]) ** 2)
+        >>> float(zerojax.value_and_grad(loss, layout)(params, jnp.ones((8, 7)), layout.stored(average))[0])
+        0.0
+        """
+        self.check(tree, stored=True if self.stage >= 3 else None, what="stored params")
+        return StoredParams(tree, self)
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """While functions run that an optimizer calls: it works on parameters of logical shape, in the master dtype."""
+        token = _IN_OPTIMIZER.set((*_IN_OPTIMIZER.get(), self))
+        try:
+            yield
+        finally:
+            _IN_OPTIMIZER.reset(token)
+
+    def entered(self, params: Tree) -> Tree:
+        """Parameters in stored form, checked; what an optimizer's function was called with is brought into it."""
+        if not self._is_in_optimizer():
+            self.check(params, stored=True)
+            return params
+        self.check(params, stored=None)
+        form = pad if self.stage >= 3 else unpad
+        return self._map(lambda x, p: form(jnp.asarray(x, p.dtype), p), params)
+
+    def left(self, grads: Tree) -> Tree:
+        """Gradients as they are; in an optimizer's function of logical shape."""
+        if not self._is_in_optimizer():
+            return grads
+        pairs = zip(self.leaves_of(grads), self.leaves, strict=True)
+        return self._unflatten([None if g is None else unpad(g, p) for g, p in pairs])
+
+    def _is_in_optimizer(self) -> bool:
+        return any(
+            other is self or (other.treedef == self.treedef and other.leaves == self.leaves)
+            for other in _IN_OPTIMIZER.get()
+        )
 
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
