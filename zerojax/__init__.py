@@ -1,5 +1,6 @@
 """zerojax: ZeRO stages 0-3 for any JAX model and any optax optimizer."""
 
+from zerojax.checkpoints.manager import CheckpointManager
 from zerojax.checkpoints.saving import restore, save
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.evaluate import GatherWarning
@@ -24,6 +25,7 @@ from zerojax.training.step import make_train_step
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointManager",
     "DynamicScale",
     "GatherWarning",
     "Layout",

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 
-from zerojax.hlo.collective import Collective, describe_collective
-from zerojax.hlo.schedule import find_collectives
-from zerojax.hlo.steps import Step, program_steps, total_flops
+from zerojax.hlo.collective import Collective, Traffic
+from zerojax.hlo.steps import Step, all_collectives, program_steps, total_flops
 from zerojax.hlo.text import hlo_dtype, parse_module
 
 
@@ -49,32 +48,6 @@ class MemoryFigures:
     def total(self) -> int:
         """Bytes a device must have: arguments, temporaries, code, and results that reuse no argument."""
         return self.argument + self.output - self.alias + self.temp + self.generated_code
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Collectives of one sort, together: numbers of instructions and executions, bytes per call of the program."""
-
-    phase: str
-    kind: str
-    axes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    in_loop: bool
-    asynchronous: bool
-    overlapped: bool
-    count: int
-    executions: int
-    received_bytes: int
-    node_bytes: int
-
-    def __str__(self) -> str:
-        mode = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
-        return (
-            f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or 'no axis':12} {'+'.join(self.dtypes):10} "
-            f"{'loop' if self.in_loop else 'once':4} {mode:12} "
-            f"{self.count} instructions, {self.executions} executions, "
-            f"{self.received_bytes} bytes into a device, {self.node_bytes} into a node"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,15 +127,15 @@ class CompiledProgram:
         """The collectives added up by phase, kind, axes, element types, loop and mode."""
         sorts: dict[tuple[Any, ...], list[Collective]] = {}
         for one in self.collectives:
-            sort = (one.phase, one.kind, one.axes, one.dtypes, one.in_loop, one.asynchronous, bool(one.overlapped))
+            sort = (one.phase, one.kind, one.axes, one.dtypes, one.in_loop, one.mode)
             sorts.setdefault(sort, []).append(one)
         return tuple(
             Traffic(
                 *sort,
-                count=len(group),
                 executions=sum(one.executions for one in group),
                 received_bytes=sum(one.received_bytes * one.executions for one in group),
                 node_bytes=sum(one.node_bytes * one.executions for one in group),
+                count=len(group),
             )
             for sort, group in sorts.items()
         )
@@ -202,13 +175,9 @@ def read_program(
             "pass the mesh that its shardings use"
         )
     nodes = tuple(axis for axis in shape if axis in node_axes)
-    described = (
-        describe_collective(occurrence, tuple(shape.items()), nodes, module.num_devices)
-        for occurrence in find_collectives(module)
-    )
-    collectives = tuple(one for one in described if one.group_size > 1)
+    steps = program_steps(module, tuple(shape.items()), nodes)
+    collectives = tuple(all_collectives(steps))
     memory = None if isinstance(program, str) else memory_figures(program)
-    steps = program_steps(module, {one.name: one for one in collectives})
     return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, total_flops(steps), steps)
 
 

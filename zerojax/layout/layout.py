@@ -7,9 +7,11 @@ them against it and describes it. Knows nothing of optimizers or of how values m
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +26,8 @@ from zerojax.layout.notices import notices
 from zerojax.layout.placement import Placement, pad, unpad
 
 Tree = Any
+# The layouts of the optimizers that are calling a function of the user's.
+_IN_OPTIMIZER: contextvars.ContextVar[tuple[Layout, ...]] = contextvars.ContextVar("_IN_OPTIMIZER", default=())
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
@@ -157,6 +161,37 @@ class Layout:
         """
         self.check(tree, stored=True if self.stage >= 3 else None, what="stored params")
         return StoredParams(tree, self)
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """While functions run that an optimizer calls: it works on parameters of logical shape, in the master dtype."""
+        token = _IN_OPTIMIZER.set((*_IN_OPTIMIZER.get(), self))
+        try:
+            yield
+        finally:
+            _IN_OPTIMIZER.reset(token)
+
+    def entered(self, params: Tree) -> Tree:
+        """Parameters in stored form, checked; what an optimizer's function was called with is brought into it."""
+        if not self._is_in_optimizer():
+            self.check(params, stored=True)
+            return params
+        self.check(params, stored=None)
+        form = pad if self.stage >= 3 else unpad
+        return self._map(lambda x, p: form(jnp.asarray(x, p.dtype), p), params)
+
+    def left(self, grads: Tree) -> Tree:
+        """Gradients as they are; in an optimizer's function of logical shape."""
+        if not self._is_in_optimizer():
+            return grads
+        pairs = zip(self.leaves_of(grads), self.leaves, strict=True)
+        return self._unflatten([None if g is None else unpad(g, p) for g, p in pairs])
+
+    def _is_in_optimizer(self) -> bool:
+        return any(
+            other is self or (other.treedef == self.treedef and other.leaves == self.leaves)
+            for other in _IN_OPTIMIZER.get()
+        )
 
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.

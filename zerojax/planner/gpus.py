@@ -68,6 +68,14 @@ class GpuTarget:
       shared_memory_per_core: bytes per multiprocessor.
       shared_memory_per_block: the most one block may ask for, in bytes.
       compute_capability: CUDA's major number.
+      product_efficiency: share of the peak that large matrix products reach inside a step; fitted to published runs
+        (`zerojax.planner.replay`).
+      memory_efficiency: share of `memory_bandwidth` that kernels reach: 0.9, as in vendors' and others' copy
+        benchmarks (BabelStream on H100: 3.0 of 3.35 TB/s).
+      node_latency: seconds a collective between nodes takes beyond its bytes: a handshake over the network and the
+        steps of a ring or tree, as NCCL's own tuning tables count them for some tens of nodes.
+      link_latency: the same inside a node.
+      launch_seconds: least time between two kernels that are launched one after the other.
     """
 
     name: str
@@ -82,6 +90,11 @@ class GpuTarget:
     shared_memory_per_core: int
     shared_memory_per_block: int
     compute_capability: int
+    product_efficiency: float = 0.6
+    memory_efficiency: float = 0.9
+    node_latency: float = 30e-6
+    link_latency: float = 15e-6
+    launch_seconds: float = 3e-6
 
     @property
     def target_config(self) -> str:
@@ -177,7 +190,8 @@ def _target_from_facts(facts: dict[str, Any], path: Path) -> GpuTarget:
     known = dataclasses.asdict(TARGETS[str(base).lower()]) if base is not None else {}
     if unknown := sorted(facts.keys() - fields.keys()):
         raise ValueError(f"GPU file {path} has unknown fields {unknown}: the fields are {', '.join(fields)}, extends")
-    if missing := sorted(fields.keys() - facts.keys() - known.keys()):
+    optional = {field.name for field in dataclasses.fields(GpuTarget) if field.default is not dataclasses.MISSING}
+    if missing := sorted(fields.keys() - facts.keys() - known.keys() - optional):
         raise ValueError(f'GPU file {path} lacks {", ".join(missing)}: add them, or extends = "h100" for the rest')
     for name, value in facts.items():
         wanted = fields[name]

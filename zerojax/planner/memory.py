@@ -24,9 +24,9 @@ from zerojax.hlo.program import MemoryFigures
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 from zerojax.optimizer.zero import placements_of_state
-from zerojax.planner.models import is_offloaded, without_sharding
 from zerojax.planner.records import Memory, Replicated
 from zerojax.planner.traffic import secondary_bytes
+from zerojax.planner.workload import is_offloaded, without_sharding
 from zerojax.training.state import TrainState
 
 
