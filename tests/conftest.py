@@ -8,17 +8,15 @@ GPUs takes its matrix products from a library, untuned: their kernels are most o
 import importlib.util
 import os
 
-FAST_COMPILES = {
-    "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": "true", "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": "false",
-}  # fmt: skip
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     *(
         f"--{flag}={value}"
-        for flag, value in FAST_COMPILES.items()
+        for flag, value in (
+            ("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", "true"),
+            ("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", "false"),
+        )
         if flag not in os.environ.get("XLA_FLAGS", "")
     ),
 ]).strip()  # fmt: skip
