@@ -241,6 +241,6 @@ def test_dequantize_with_a_rotation_equals_the_reference(fmt, both, rng):
 def test_the_compiled_code_of_each_op_equals_the_reference(monkeypatch, rng):
     """What ZeRO++ sends by default, in the first tier; all formats are executed in the second."""
     run = executed(monkeypatch)
-    run(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), **INT8)
+    run(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), fmt=INT8)
     run(pk.dequantize_sum, contributions(rng, 2, INT4_TILED), dtype="float32")
-    run(pk.dequantize_sum_quantize, contributions(rng, 3, INT8), **INT4_TILED)
+    run(pk.dequantize_sum_quantize, contributions(rng, 3, INT8), fmt=INT4_TILED)
