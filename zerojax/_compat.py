@@ -81,3 +81,28 @@ def jax_line() -> tuple[int, int]:
 def has_explicit_axes(mesh: jax.sharding.Mesh) -> bool:
     """Whether any axis of the mesh carries its sharding in the array type (explicit sharding)."""
     return any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+
+
+def coordination_client() -> Any | None:
+    """The client of the job's coordination service (texts by key, time limits); None in a job of one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def versions() -> str:
+    """The versions of JAX and its compiler, for comparing processes."""
+    import jaxlib
+
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+
+
+def preemption_notice(client: Any, seconds: float) -> bool:
+    """Waits until any process of the job was sent SIGTERM, at most so long; whether one was."""
+    try:
+        client.blocking_key_value_get("RECEIVED_PREEMPTION_NOTICE", int(1000 * seconds))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise SystemExit from None  # the service is gone, and with it the job: ends the thread that waits
+    return True
