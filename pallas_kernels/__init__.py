@@ -33,8 +33,8 @@ bfloat16 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ide
 
 The last two rows are what the gradient reduction does around an all-to-all of large leaves: payload and scales travel
 apart, and only the scales are copied (`to_messages`). Leaves of less than 64 MiB travel as one message, whoever writes
-it; XLA writes it in its own program, to a kernel it costs a copy of the payload on either side. On JAX 0.11 a preferred kernel
-costs a gather: the compiler does not merge two equal kernels, so that without a secondary partition a weight which
+it; XLA writes it in its own program, to a kernel it costs a copy of the payload on either side. On JAX 0.11 a preferred
+kernel costs a gather: the compiler does not merge two equal kernels, so that without a secondary partition a weight which
 activation checkpointing needs again travels three times instead of two.
 
 An H100 takes longer to issue the instructions than to move the bytes only where quantising rotates with stochastic
