@@ -13,7 +13,8 @@
 | "mosaic_gpu" | interpreted (JAX 0.11 on): equal bits | PTX executed on a CPU: equal bits | compiled | compiled |
 | speed | - | counted (H100) and modelled | modelled only | modelled only |
 
-No kernel has run on a GPU yet: by default XLA runs every op, and `prefer_kernels()` asks for the kernels.
+No kernel has run on a GPU yet. The first use of a variant on one checks it: the kernel runs where it has the
+reference's bits and is not slower (`choice`). `prefer_kernels`, `kernel_policy` and PALLAS_KERNELS force or forbid it.
 Bits are equal on one device. A CPU takes subnormal numbers for zero, a GPU does not: below 2**-126 their signs differ.
 "Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.01x the ideal, and at least
 28 KiB of reads in flight in each multiprocessor. Modelled on an H100 for a leaf of 8192 x 8192 in
@@ -34,8 +35,8 @@ bfloat16 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ide
 The last two rows are what the gradient reduction does around an all-to-all of large leaves: payload and scales travel
 apart, and only the scales are copied (`to_messages`). Leaves of less than 64 MiB travel as one message, whoever writes
 it; XLA writes it in its own program, to a kernel it costs a copy of the payload on either side. On JAX 0.11 a preferred
-kernel costs a gather: the compiler does not merge two equal kernels, so that without a secondary partition a weight which
-activation checkpointing needs again travels three times instead of two.
+kernel costs a gather: the compiler does not merge two equal kernels, so that without a secondary partition a weight
+which activation checkpointing needs again travels three times instead of two.
 
 An H100 takes longer to issue the instructions than to move the bytes only where quantising rotates with stochastic
 rounding or to e2m1, and where 8 contributions of e2m1 are summed and quantised to e2m1 (up to 1.55x). All variants of
@@ -54,19 +55,21 @@ smaller ones, blocks of 2048 with e4m3 scales.
 """
 
 from pallas_kernels.array import QuantFormat, QuantizedArray
-from pallas_kernels.backend import kernels_preferred, prefer_kernels
+from pallas_kernels.choice import KernelNotice, Verdict, kernel_policy, prefer_kernels, verdict, verdicts
 from pallas_kernels.message import pack_apart, pack_bytes, to_messages, unpack_bytes
 from pallas_kernels.ops import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
 
 __all__ = [
+    "KernelNotice",
     "QuantFormat",
     "QuantizedArray",
+    "Verdict",
     "dequantize",
     "dequantize_sum",
     "dequantize_sum_quantize",
     "from_slices",
-    "kernels_preferred",
+    "kernel_policy",
     "pack_apart",
     "pack_bytes",
     "prefer_kernels",
@@ -75,4 +78,6 @@ __all__ = [
     "to_messages",
     "to_slices",
     "unpack_bytes",
+    "verdict",
+    "verdicts",
 ]

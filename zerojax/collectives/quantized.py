@@ -10,7 +10,9 @@ stages; alone imports the kernels.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,24 +27,29 @@ from pallas_kernels import (
     dequantize_sum,
     dequantize_sum_quantize,
     from_slices,
+    kernel_policy,
     quantize_slices,
     to_messages,
     to_slices,
     unpack_bytes,
 )
+from pallas_kernels.choice import Policy
 from zerojax.collectives.plain import Collectives, Sizes, grown_bytes, within_other_axes
 from zerojax.layout.placement import Placement, pad, trimmed_spec, unpad
 
 Pair = tuple[QuantFormat, QuantFormat]
 
 
-def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[str, ...] = ()) -> Collectives:
+def quantized_weights(
+    plain: Collectives, fmt: QuantFormat, other_axes: tuple[str, ...] = (), kernels: Policy = "auto"
+) -> Collectives:
     """`plain` with the weight gathers of large leaves quantised; other leaves move as before.
 
     Args:
         plain: unquantised collectives, with or without a secondary partition.
         fmt: format on the wire; the result has the dtype of the shard.
         other_axes: mesh axes left to the compiler.
+        kernels: who quantises, see `ZeroConfig`.
     """
 
     def gather(shard: jax.Array, placement: Placement) -> jax.Array:
@@ -79,16 +86,16 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
         return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
 
     return plain._replace(
-        gather=gather,
-        secondary=None if plain.secondary is None else secondary,
-        gather_secondary=gather_secondary,
+        gather=_under(kernels, gather),
+        secondary=None if plain.secondary is None else _under(kernels, secondary),
+        gather_secondary=_under(kernels, gather_secondary),
         gather_bytes=gather_bytes,
     )
 
 
 def quantized_gradients(
     plain: Collectives, formats: Pair, axes: tuple[str, ...], rounding: str = "nearest",
-    other_axes: tuple[str, ...] = (),
+    other_axes: tuple[str, ...] = (), kernels: Policy = "auto",
 ) -> Collectives:  # fmt: skip
     """`plain` with the reduction of large leaves quantised; other leaves are reduced as before.
 
@@ -99,6 +106,7 @@ def quantized_gradients(
         axes: the configured data axes, outermost first.
         rounding: "nearest" or "stochastic"; the seed is taken from the gradient's own bits.
         other_axes: mesh axes left to the compiler.
+        kernels: who quantises, see `ZeroConfig`.
     """
     inside, between = formats
     rotates = inside.rotate is not None or between.rotate is not None
@@ -145,7 +153,22 @@ def quantized_gradients(
             slices //= sizes[axis]
         return received
 
-    return plain._replace(reduce=reduce, reduce_with_feedback=reduce_with_feedback, reduce_bytes=reduce_bytes)
+    return plain._replace(
+        reduce=_under(kernels, reduce),
+        reduce_with_feedback=_under(kernels, reduce_with_feedback),
+        reduce_bytes=reduce_bytes,
+    )
+
+
+def _under(kernels: Policy, move: Callable[..., Any]) -> Callable[..., Any]:
+    """The movement, traced under a policy of kernels."""
+
+    @functools.wraps(move)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        with kernel_policy(kernels):
+            return move(*args, **kwargs)
+
+    return moved
 
 
 def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, stack: int) -> QuantizedArray:

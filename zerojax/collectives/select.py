@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerojax.collectives.plain import Collectives, identity_gather, plain_collectives
-from zerojax.collectives.quantized import quantized_gradients, quantized_weights
+from zerojax.collectives.quantized import Pair, quantized_gradients, quantized_weights
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import other_axes
 
@@ -14,9 +14,10 @@ def layout_collectives(layout: Layout) -> Collectives:
     others = other_axes(layout.mesh, config.axes)
     out = plain_collectives(others, config.grad_dtype, secondary=has_secondary(layout))
     if config.quantize_weights is not None:
-        out = quantized_weights(out, config.quantize_weights, others)  # type: ignore[arg-type]
+        out = quantized_weights(out, config.quantize_weights, others, config.kernels)  # type: ignore[arg-type]
     if config.quantize_gradients is not None:
-        out = quantized_gradients(out, config.quantize_gradients, config.axes, config.rounding, others)  # type: ignore[arg-type]
+        pair: Pair = config.quantize_gradients  # type: ignore[assignment]
+        out = quantized_gradients(out, pair, config.axes, config.rounding, others, config.kernels)
     return out if layout.stage >= 3 else identity_gather(out)
 
 
