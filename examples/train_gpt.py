@@ -30,7 +30,6 @@ from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax
 from zerojax.gather.uses import leaf_uses
-from zerojax.planner.traffic import predict_traffic
 
 # What is stored, and what the matrix products run in.
 PRECISIONS = {
@@ -170,7 +169,7 @@ def bytes_into_node(loss_fn: Callable[..., Any], layout: zerojax.Layout, sequenc
     """What one step sends into each node, predicted from the placements and from how the loss uses each leaf."""
     example = jax.ShapeDtypeStruct((1, sequence + 1), jnp.uint8)
     jaxpr = jax.make_jaxpr(loss_fn)(layout.logical_shapes(), example)
-    moves = predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves)))
+    moves = zerojax.predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves)))
     return sum(move.node_bytes for move in moves)
 
 

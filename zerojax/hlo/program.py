@@ -63,6 +63,10 @@ class CompiledProgram:
       num_devices: devices the program runs on.
       matmul_flops: FLOP of one device per call in matrix products and convolutions; all branches count.
       steps: kernels, collectives and loops in the order in which a device comes to them.
+
+    >>> program = read_program(jax.jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((8,), "float32")).compile())
+    >>> program.select("all-gather"), program.received_bytes()
+    ((), 0)
     """
 
     collectives: tuple[Collective, ...]
@@ -220,6 +224,17 @@ def expect_collectives(
 
     Raises:
       AssertionError: with a list of what the program has instead.
+
+    >>> text = '''HloModule tiny, is_scheduled=true, num_partitions=4
+    ...
+    ... ENTRY %main (x: bf16[8]) -> bf16[32] {
+    ...   %x = bf16[8]{0} parameter(0)
+    ...   ROOT %all = bf16[32]{0} all-gather(%x), replica_groups={}, dimensions={0}
+    ... }
+    ... '''
+    >>> program = read_program(text, {"node": 2, "local": 2})
+    >>> expect_collectives(program, "all-gather", axes=("node", "local"), only_dtypes=["bfloat16"])[0].received_bytes
+    48
     """
     found = program.select(kind, **conditions)
     faults = []
