@@ -15,15 +15,12 @@ import numpy as np
 import optax
 import optax_factories as table
 import pytest
+from tolerances import FLOAT32, MUON
 
 import zerojax
 
 STEPS = 3
-# Both sides do the same float32 operations (roundoff 6e-8) in another order. What amplifies most is 1 - 0.999^t, of
-# which the first step keeps 1/1000: 6e-5 of an update. Three updates of a rate of 0.05, of parameters larger than 1.
-FLOAT32 = 1e-5
-# Five matrix polynomials in a row, as in test_optimizers.
-TOLERANCE = {"contrib.muon": 5e-4, "contrib.scale_by_muon": 5e-4}
+TOLERANCE = {"contrib.muon": MUON, "contrib.scale_by_muon": MUON}
 # All on two axes at stage 3; those whose states are unlike each other also where the matrix is padded, and at stage 1.
 UNLIKE = ("adamw", "adafactor", "lamb", "noisy_sgd", "flatten", "contrib.muon", "contrib.galore", "lookahead")
 # So many share a compile.
