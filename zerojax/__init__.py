@@ -7,6 +7,7 @@ from zerojax.gather.evaluate import GatherWarning
 from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
 from zerojax.hlo.program import expect_collectives, read_program
+from zerojax.hosts.start import distributed
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import make_mesh
 from zerojax.layout.notices import ZeroNotice
@@ -43,6 +44,7 @@ __all__ = [
     "apply",
     "checkpoint",
     "compiler_options",
+    "distributed",
     "expect_collectives",
     "init_feedback",
     "low_precision_adamw",
