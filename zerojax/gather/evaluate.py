@@ -55,6 +55,9 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
     for eqn in inner.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         if any(isinstance(x, Stored) for x in inputs):
+            if _compat.acts_on_the_world(eqn) and eqn.primitive.name not in _ENTERED_WITH_EFFECTS:
+                inputs = [_plain(x) for x in inputs]  # and differentiated, and run once, as in plain JAX
+        if any(isinstance(x, Stored) for x in inputs):
             with _compat.name_stack_of(eqn):
                 outputs = _RULES.get(eqn.primitive.name, _apply_rule)(eqn, inputs, scope)
         else:
@@ -282,6 +285,11 @@ def _rebuild(value: Stored, inner: Scope, layer: bool, start: int, arrays: Seque
     return inner.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack).with_view_of(value)
 
 
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+_CHECKPOINTS = ("remat2", "checkpoint", "remat")
+# Regions whose equations are looked at one by one, so that only those with an effect gather first.
+_ENTERED_WITH_EFFECTS = frozenset({"scan", *_CALLS, *_CHECKPOINTS})
+
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(VIEWS, _view_rule),
     "convert_element_type": _cast_rule,
@@ -290,6 +298,6 @@ _RULES: dict[str, Rule] = {
     "squeeze": _squeeze_rule,
     "stop_gradient": _stop_gradient_rule,
     "scan": _scan_rule,
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _inline_rule),
-    **dict.fromkeys(("remat2", "checkpoint", "remat"), _checkpoint_rule),
+    **dict.fromkeys(_CALLS, _inline_rule),
+    **dict.fromkeys(_CHECKPOINTS, _checkpoint_rule),
 }
