@@ -101,8 +101,7 @@ def bits_per_element(fmt: Any) -> float:
     """
     if fmt is None:
         return 8.0 * jnp.dtype(CONFIG.dtype).itemsize
-    wide = fmt.scale_dtype == "bfloat16"
-    return fmt.bits + (16 if wide else 8) / fmt.block_size + (0.0 if wide else 16 / 1024)
+    return fmt.bits_per_element
 
 
 def reduced_as_original(params: Any, grads: list[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Block quantisation for communication: one meaning, several backends.
 
-    q = quantize_slices(grad, dim=0, num_slices=8, bits=8, block_size=128)     # lead (8,), destination order
+    q = quantize_slices(grad, QuantFormat(8, 128), dim=0, num_slices=8)     # lead (8,), destination order
     message = lax.all_to_all(pack_bytes(q), "local", 0, 0, tiled=True)         # one uint8 message a destination
     mean = dequantize_sum(unpack_bytes(message, q), mean=True)
 
@@ -37,14 +37,14 @@ scales) or is a single one, sums of padded slices, and sums requantised in large
 smaller ones, blocks of 2048 with e4m3 scales.
 """
 
-from pallas_kernels.array import BlockFormat, QuantizedArray
+from pallas_kernels.array import QuantFormat, QuantizedArray
 from pallas_kernels.backend import kernels_preferred, prefer_kernels
 from pallas_kernels.message import pack_apart, pack_bytes, unpack_bytes
 from pallas_kernels.ops import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
 
 __all__ = [
-    "BlockFormat",
+    "QuantFormat",
     "QuantizedArray",
     "dequantize",
     "dequantize_sum",

@@ -17,7 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.array import TILE, BlockFormat, QuantizedArray
+from pallas_kernels.array import TILE, QuantFormat, QuantizedArray
 
 
 def _planes(scale: jax.Array) -> list[jax.Array]:
@@ -45,7 +45,7 @@ def pack_apart(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize_slices
-    >>> q = quantize_slices(jnp.ones((8, 64)), dim=0, num_slices=4, bits=4, block_size=32)
+    >>> q = quantize_slices(jnp.ones((8, 64)), QuantFormat(4, 32), dim=0, num_slices=4)
     >>> [message.shape for message in pack_apart(q)]
     [(4, 64), (4, 8)]
     """
@@ -65,7 +65,7 @@ def pack_bytes(q: QuantizedArray) -> jax.Array:
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize_slices
-    >>> q = quantize_slices(jnp.ones((8, 64)), dim=0, num_slices=4, bits=4, block_size=32)
+    >>> q = quantize_slices(jnp.ones((8, 64)), QuantFormat(4, 32), dim=0, num_slices=4)
     >>> pack_bytes(q).shape, q.message_bytes
     ((4, 72), 72)
     """
@@ -76,7 +76,7 @@ def unpack_bytes(
     message: jax.Array | tuple[jax.Array, jax.Array],
     like: QuantizedArray | None = None,
     *,
-    format: BlockFormat | None = None,
+    format: QuantFormat | None = None,
     shape: tuple[int, ...] | None = None,
     dtype: str = "float32",
 ) -> QuantizedArray:
@@ -95,7 +95,7 @@ def unpack_bytes(
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize
-    >>> q = quantize(jnp.arange(100.0), block_size=32)
+    >>> q = quantize(jnp.arange(100.0), QuantFormat(8, 32))
     >>> bool((unpack_bytes(pack_bytes(q), q).qvalue == q.qvalue).all())
     True
     """

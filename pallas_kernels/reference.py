@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import numerics, scale_rounding
-from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.slices import from_blocks, to_blocks
 
 # Contributions of a sum that are decoded one by one, and those that one pass of a loop adds up.
@@ -51,7 +51,7 @@ def rotate(blocks: jax.Array, width: int | None, factor: float = 1.0) -> jax.Arr
     return numerics.scaled(jnp.concatenate(parts, axis=-1), factor * numerics.after_rotation(width))
 
 
-def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def block_scales(magnitude: jax.Array, fmt: QuantFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Scales from the integer absmax of each block, ``[*lead, blocks]``.
 
     Returns:
@@ -73,7 +73,7 @@ def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax
     return spread * value, scale, tile.astype(jnp.bfloat16)
 
 
-def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """The float32 scale of each block; NaN for a block that held NaN or Inf."""
     if tile_scale is None:
         return scale.astype(jnp.float32)
@@ -82,7 +82,7 @@ def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFo
     return spread * scale_rounding.e4m3_value(code)
 
 
-def pack(code: jax.Array, fmt: BlockFormat, place: int = 0) -> jax.Array:
+def pack(code: jax.Array, fmt: QuantFormat, place: int = 0) -> jax.Array:
     """Codes (int32, from bit ``place`` on) as stored bytes: int8, or uint8 with element j low and element
     j + block_size / 2 high."""
     if fmt.bits == 8:
@@ -91,7 +91,7 @@ def pack(code: jax.Array, fmt: BlockFormat, place: int = 0) -> jax.Array:
     return numerics.packed(code[..., :half], code[..., half:], place).astype(jnp.uint8)
 
 
-def unpack(qvalue: jax.Array, fmt: BlockFormat) -> jax.Array:
+def unpack(qvalue: jax.Array, fmt: QuantFormat) -> jax.Array:
     """Stored bytes as levels in float32, ``[..., block_size]``."""
     if fmt.bits == 8:
         return qvalue.astype(jnp.float32)
@@ -110,7 +110,7 @@ def random_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
 
 
 def quantize_blocks(
-    blocks: jax.Array, fmt: BlockFormat, hashed_seed: jax.Array | None, with_residual: bool
+    blocks: jax.Array, fmt: QuantFormat, hashed_seed: jax.Array | None, with_residual: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Quantises float32 blocks that are already rotated.
 
@@ -143,12 +143,12 @@ def quantize_blocks(
     return pack(code, fmt, numerics.code_place(fmt, hashed_seed is not None)), scale, tile_scale, residual
 
 
-def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """Levels times scales in float32, ``[*lead, blocks, block_size]``, still rotated if the format rotates."""
     return unpack(qvalue, fmt) * effective_scale(scale, tile_scale, fmt)[..., None]
 
 
-def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """Sum over the leading dimension in index order, float32; still rotated if the format rotates."""
     stored = (qvalue, scale, tile_scale)
     count = qvalue.shape[0]
@@ -166,7 +166,7 @@ def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None
     return total
 
 
-def _add_in_order(total: jax.Array | None, stored: Any, fmt: BlockFormat) -> jax.Array:
+def _add_in_order(total: jax.Array | None, stored: Any, fmt: QuantFormat) -> jax.Array:
     """``total`` and the contributions, one after the other.
 
     Each decoded by itself, the compiler makes one pass of it, but its program, and the time to compile it, grow by some
@@ -189,8 +189,8 @@ def _add_in_order(total: jax.Array | None, stored: Any, fmt: BlockFormat) -> jax
 def requantize_blocks(
     total: jax.Array,
     shape: tuple[int, ...],
-    source: BlockFormat,
-    fmt: BlockFormat,
+    source: QuantFormat,
+    fmt: QuantFormat,
     factor: float,
     addend: jax.Array | None,
     hashed_seed: jax.Array | None,

@@ -14,6 +14,7 @@ from zerojax.layout.simulated import simulate_devices
 from zerojax.optimizer.moments import low_precision_adamw, scale_by_low_precision_adam
 from zerojax.optimizer.zero import ZeroState, zero
 from zerojax.planner.plan import plan
+from zerojax.training.compiler_options import compiler_options
 from zerojax.training.loss_scaling import DynamicScale, LossScale
 from zerojax.training.nonfinite import NonFinite, NonFiniteError
 from zerojax.training.remat import checkpoint
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroState",
     "apply",
     "checkpoint",
+    "compiler_options",
     "init_feedback",
     "low_precision_adamw",
     "make_mesh",

@@ -77,6 +77,29 @@ def is_prng_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def jax_line() -> tuple[int, int]:
+    """Major and minor version of JAX: compiler options have no object that could be asked whether it knows them.
+
+    >>> (0, 10) <= jax_line()
+    True
+    """
+    return jax.__version_info__[:2]
+
+
 def has_explicit_axes(mesh: jax.sharding.Mesh) -> bool:
     """Whether any axis of the mesh carries its sharding in the array type (explicit sharding)."""
     return any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+
+
+def coordination_client() -> Any | None:
+    """The client of the job's coordination service (texts by key, time limits); None in a job of one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def versions() -> str:
+    """The versions of JAX and its compiler, for comparing processes."""
+    import jaxlib
+
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"

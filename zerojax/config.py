@@ -13,48 +13,9 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from pallas_kernels import QuantFormat
+
 Stage = Literal[0, 1, 2, 3]
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantFormat:
-    """How one element travels: bits, elements per scale, dtype of the scale, and the levels.
-
-    Attributes:
-        bits: 8 or 4.
-        block_size: elements that share a scale, a power of two from 16 to 2048.
-        scale_dtype: "bfloat16", or "float8_e4m3fn" under one bfloat16 scale per 1024 elements.
-        levels: "integer", or "e2m1" (4-bit floating point) with 4 bits.
-        rotate: width of a Hadamard rotation of the elements before quantising (32 or 64), or None.
-
-    Raises:
-        ValueError: a field is out of its range; the message names it.
-
-    >>> QuantFormat(4, 32, "float8_e4m3fn")
-    QuantFormat(bits=4, block_size=32, scale_dtype='float8_e4m3fn', levels='integer', rotate=None)
-    """
-
-    bits: int = 8
-    block_size: int = 128
-    scale_dtype: str = "bfloat16"
-    levels: str = "integer"
-    rotate: int | None = None
-
-    def __post_init__(self) -> None:
-        size, wide = self.block_size, self.scale_dtype == "bfloat16"
-        powers = isinstance(size, int) and 16 <= size <= 2048 and not size & (size - 1)
-        faults = {
-            "bits must be 8 or 4": self.bits not in (8, 4),
-            "block_size must be a power of two from 16 to 2048": not powers,
-            "scale_dtype must be 'bfloat16' or 'float8_e4m3fn'": not wide and self.scale_dtype != "float8_e4m3fn",
-            "float8_e4m3fn scales need a block_size of at most 1024": powers and not wide and size > 1024,
-            "levels must be 'integer', or 'e2m1' with 4 bits": self.levels != "integer"
-            and (self.levels, self.bits) != ("e2m1", 4),
-            "rotate must be None, 32 or 64, and divide block_size": self.rotate is not None
-            and (self.rotate not in (32, 64) or not powers or size % self.rotate != 0),
-        }
-        if found := [text for text, fault in faults.items() if fault]:
-            raise ValueError(f"{self}: {'; '.join(found)}")
 
 
 # Weights: a block is large because its elements are alike in size and the scale is overhead. Gradients: int8 on the

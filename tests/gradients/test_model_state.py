@@ -160,7 +160,7 @@ def test_tokens_are_the_sum_of_all_weights():
 
 
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.aot), 3])
 def test_metrics_clipping_and_skipping_send_nothing_but_scalars(stage):
     mesh = absent_mesh("h100", 2, 8)
     width, over_batch = 1024, NamedSharding(mesh, P(("node", "local")))

@@ -115,7 +115,7 @@ def test_low_rank_training_on_an_int8_base_equals_plain_optax(stage, mesh, optio
 def test_a_block_quantised_base_is_sharded_and_gathered_as_it_is():
     """`QuantizedArray` leaves: levels and scales are leaves like any other; dequantised where they are used."""
     weight = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / 5
-    params = {"base": pallas_kernels.quantize(weight, bits=8, block_size=32), "lora": make_params()["lora"]}
+    params = {"base": pallas_kernels.quantize(weight, pallas_kernels.QuantFormat(8, 32)), "lora": make_params()["lora"]}
 
     def apply_base(q, h):
         return h @ pallas_kernels.dequantize(q).astype(h.dtype)

@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels import absent_gpu, bench
 
-pytestmark = pytest.mark.needs_cuda_plugin
+pytestmark = pytest.mark.aot
 SHAPE = (2048, 8192)
 OPS = {op.name: op for op in bench.ops(SHAPE)}
 
@@ -21,9 +21,9 @@ def counted(name, implementation):
     "name",
     [
         "quantize int8/128",
-        "dequantize int4/64 rotated",
-        "dequantize_sum 8x int4/32e4m3",
-        "dequantize_sum_quantize 8x int8/128 -> int4/32e4m3",
+        "dequantize int4/64-rotated32",
+        "dequantize_sum 8x int4/32-e4m3",
+        "dequantize_sum_quantize 8x int8/128 -> int4/32-e4m3",
     ],
 )
 def test_a_kernel_is_one_launch_of_the_ideal_bytes_and_xla_needs_more(name):

@@ -108,7 +108,7 @@ def test_people_get_tables_and_a_recommendation(here, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.needs_cuda_plugin
+@pytest.mark.aot
 def test_a_compiled_plan_shows_prediction_and_program_side_by_side(here, capsys):
     status, out, _ = run(capsys, "planned_model:four", "--nodes", "1", "--gpus-per-node", "2")
     assert status == 0
@@ -210,7 +210,7 @@ def test_the_command_runs_as_a_program(here):
     assert json.loads(done.stdout)["parameters"] == 1024 * 1024
 
 
-@pytest.mark.needs_cuda_plugin
+@pytest.mark.aot
 def test_a_compiled_plan_that_fits_nowhere_leaves_one_line_on_the_standard_error(here):
     (here / "tiny.toml").write_text('extends = "h100"\nmemory_bytes = 1000000\n')
     arguments = ["planned_model:four", "--nodes", "1", "--gpus-per-node", "1", "--stage", "0"]

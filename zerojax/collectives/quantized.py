@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import (
-    BlockFormat,
+    QuantFormat,
     QuantizedArray,
     dequantize,
     dequantize_sum,
@@ -33,7 +33,6 @@ from pallas_kernels import (
     unpack_bytes,
 )
 from zerojax.collectives.plain import Collectives, Sizes, grown_bytes, within_other_axes
-from zerojax.config import QuantFormat
 from zerojax.layout.placement import Placement, pad, trimmed_spec, unpad
 
 Pair = tuple[QuantFormat, QuantFormat]
@@ -47,14 +46,13 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
         fmt: format on the wire; the result has the dtype of the shard.
         other_axes: mesh axes left to the compiler.
     """
-    block_format = _block_format(fmt)
 
     def gather(shard: jax.Array, placement: Placement) -> jax.Array:
         if not placement.is_quantized:
             return plain.gather(shard, placement)
 
         def move(x: jax.Array) -> jax.Array:
-            held = _quantized_over(x, placement.axes[:-1], block_format, stack=0)
+            held = _quantized_over(x, placement.axes[:-1], fmt, stack=0)
             return _dequantized_over(held, placement.axes[-1:], placement)
 
         return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
@@ -64,7 +62,7 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
         if not _layer(placement, stack).is_quantized:
             return plain.secondary(shard, placement, stack)
         move = within_other_axes(
-            lambda x: _quantized_over(x, placement.axes[:-1], block_format, stack),
+            lambda x: _quantized_over(x, placement.axes[:-1], fmt, stack),
             placement, other_axes, out_spec=_held_spec(placement, stack),
         )  # fmt: skip
         return move(shard)
@@ -81,7 +79,7 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
     def gather_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
         if not placement.is_quantized:
             return plain.gather_bytes(placement, sizes)
-        return grown_bytes(block_format.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
+        return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
 
     return plain._replace(
         gather=gather,
@@ -105,10 +103,10 @@ def quantized_gradients(
         rounding: "nearest" or "stochastic"; the seed is taken from the gradient's own bits.
         other_axes: mesh axes left to the compiler.
     """
-    inside, between = (_block_format(f) for f in formats)
+    inside, between = formats
     rotates = inside.rotate is not None or between.rotate is not None
 
-    def hops(placement: Placement) -> list[tuple[str, BlockFormat]]:
+    def hops(placement: Placement) -> list[tuple[str, QuantFormat]]:
         """Axes and formats of the hops, innermost first."""
         outermost = axes[0]
         return [(axis, between if axis == outermost else inside) for axis in reversed(placement.axes)]
@@ -153,11 +151,11 @@ def quantized_gradients(
     return plain._replace(reduce=reduce, reduce_with_feedback=reduce_with_feedback, reduce_bytes=reduce_bytes)
 
 
-def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: BlockFormat, stack: int) -> QuantizedArray:
+def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, stack: int) -> QuantizedArray:
     """The shard quantised and gathered over some axes: lead dims (*stack, *axes), the last axis gathered last."""
     lead, one = shard.shape[:stack], shard.shape[stack:]
     flat = shard.reshape(math.prod(lead), *one) if stack else shard[None]
-    q = quantize_slices(flat, dim=0, num_slices=flat.shape[0], **fmt.keywords())
+    q = quantize_slices(flat, fmt, dim=0, num_slices=flat.shape[0])
     qvalue, scale, tile_scale = (
         None if a is None else a.reshape(*lead, *a.shape[1:]) for a in (q.qvalue, q.scale, q.tile_scale)
     )
@@ -188,7 +186,7 @@ def _reduced(
     full: jax.Array,
     feedback: jax.Array | None,
     placement: Placement,
-    hops: list[tuple[str, BlockFormat]],
+    hops: list[tuple[str, QuantFormat]],
     rounding: str,
 ) -> tuple[jax.Array, jax.Array | None]:
     """This device's shard of the sum, float32, and what the last hop lost: one all-to-all of byte messages per hop."""
@@ -196,13 +194,13 @@ def _reduced(
     sizes = tuple(lax.axis_size(axis) for axis, _ in hops)
     seed = _seed(full) if rounding == "stochastic" else None
     how = {"rounding": rounding, "seed": seed}
-    q, lost = quantize_slices(full, dim=placement.dim, num_slices=sizes, **hops[0][1].keywords(), **how), None
+    q, lost = quantize_slices(full, hops[0][1], dim=placement.dim, num_slices=sizes, **how), None
     for (axis, _), following in zip(hops, [*hops[1:], None], strict=True):
         q = _exchanged(q, axis)
         if following is None:
             return dequantize_sum(q, axis=0), lost
         # Another seed: the draws of two hops must not depend on each other.
-        how |= {"axis": 0, **following[1].keywords(), "seed": None if seed is None else seed + jnp.uint32(1)}
+        how |= {"axis": 0, "fmt": following[1], "seed": None if seed is None else seed + jnp.uint32(1)}
         if feedback is None:
             q = dequantize_sum_quantize(q, **how)
         else:
@@ -261,9 +259,3 @@ def _held_spec(placement: Placement, stack: int) -> PartitionSpec:
         names += [] if entry is None else [entry] if isinstance(entry, str) else list(entry)
     gathered = len(placement.axes) - 1
     return trimmed_spec([*(None,) * (stack + gathered), tuple(names) or None])
-
-
-def _block_format(fmt: QuantFormat) -> BlockFormat:
-    return BlockFormat(
-        bits=fmt.bits, block_size=fmt.block_size, scale_dtype=fmt.scale_dtype, levels=fmt.levels, rotate=fmt.rotate  # type: ignore[arg-type]
-    )  # fmt: skip

@@ -12,46 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from zerojax.hlo.collective import Collective, describe_collective
-from zerojax.hlo.schedule import Visit, find_collectives, multiplies, walk
-from zerojax.hlo.text import ArrayShape, Module, hlo_dtype, parse_module
-
-_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
-_KERNEL_LABELS = re.compile(r"dim_labels=\w+?_(\w+)->")
-
-
-def matmul_flops(module: Module) -> int:
-    """FLOP of one device in one call of the program, in matrix products and convolutions; all branches count.
-
-    Args:
-      module: from `hlo_text.parse_module`.
-    """
-    return sum(
-        _flops(visit) * math.prod(loop.trip_count or 1 for loop in visit.loops) for visit in walk(module, multiplies)
-    )
-
-
-def _flops(visit: Visit) -> int:
-    line, by_name = visit.instruction, visit.computation.by_name
-    operands = [by_name[name].shapes[0] for name in line.operands if name in by_name and by_name[name].shapes]
-    if len(operands) < 2 or not line.shapes:
-        return 0
-    return 2 * math.prod(line.shapes[0].dims) * _contracted(line.attributes, operands)
-
-
-def _contracted(attributes: str, operands: list[ArrayShape]) -> int:
-    if labels := _KERNEL_LABELS.search(attributes):
-        kernel = zip(labels.group(1), operands[1].dims, strict=True)
-        return math.prod(size for label, size in kernel if label != "o")
-    if dims := _CONTRACTING.search(attributes):
-        return math.prod(operands[0].dims[int(dim)] for dim in re.findall(r"\d+", dims.group(1)))
-    return 0
+from zerojax.hlo.schedule import find_collectives
+from zerojax.hlo.steps import Step, program_steps, total_flops
+from zerojax.hlo.text import hlo_dtype, parse_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +88,8 @@ class CompiledProgram:
       mesh_shape: mesh axis names and sizes, outermost first.
       node_axes: the axes along which nodes are counted.
       num_devices: devices the program runs on.
-      matmul_flops: FLOP of one device per call in matrix products; what is left out is stated in `matmul_flops`.
+      matmul_flops: FLOP of one device per call in matrix products and convolutions; all branches count.
+      steps: kernels, collectives and loops in the order in which a device comes to them.
     """
 
     collectives: tuple[Collective, ...]
@@ -128,6 +98,7 @@ class CompiledProgram:
     node_axes: tuple[str, ...]
     num_devices: int
     matmul_flops: int
+    steps: tuple[Step, ...] = dataclasses.field(repr=False)
 
     def select(
         self,
@@ -237,7 +208,8 @@ def read_program(
     )
     collectives = tuple(one for one in described if one.group_size > 1)
     memory = None if isinstance(program, str) else memory_figures(program)
-    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, matmul_flops(module))
+    steps = program_steps(module, {one.name: one for one in collectives})
+    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, total_flops(steps), steps)
 
 
 def memory_figures(compiled: jax.stages.Compiled) -> MemoryFigures | None:

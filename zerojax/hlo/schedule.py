@@ -101,9 +101,9 @@ KINDS = frozenset(
         "reduce-scatter",
     )
 )
-_BRANCHES = ("true_computation", "false_computation", "branch_computations")
+BRANCHES = ("true_computation", "false_computation", "branch_computations")
 _MEMORY_ONLY = ("copy", "copy-start", "iota", "send", "recv", "async-update")
-_NO_KERNEL = (
+NO_KERNEL = (
     "after-all",
     "bitcast",
     "constant",
@@ -115,7 +115,7 @@ _NO_KERNEL = (
     "replica-id",
     "tuple",
 )
-_NOT_COMPUTING = frozenset(_NO_KERNEL + _MEMORY_ONLY)
+_NOT_COMPUTING = frozenset(NO_KERNEL + _MEMORY_ONLY)
 # A loop counter or a flag is updated by a kernel too; it hides no transfer.
 _BOOKKEEPING_BYTES = 256
 
@@ -205,7 +205,7 @@ def walk(module: Module, wanted: Callable[[Instruction], bool]) -> Iterator[Visi
                 loop = Loop(line.name, trip_count(module, computation, line), line.op_name)
                 visit = dataclasses.replace(visit, loops=(*visit.loops, loop))
             for key, name in called:
-                branch = visit.in_conditional or key in _BRANCHES
+                branch = visit.in_conditional or key in BRANCHES
                 yield from enter(name, dataclasses.replace(visit, in_conditional=branch))
 
     yield from enter(module.entry, None)
@@ -241,17 +241,19 @@ def multiplies(line: Instruction) -> bool:
 def find_collectives(module: Module) -> tuple[Occurrence, ...]:
     """All collectives of a module in the order of its schedule, those of called computations where they are called."""
     multiplying = _holding(module, multiplies)
-    return tuple(_occurrence(visit, multiplying) for visit in walk(module, lambda line: _kind(line) is not None))
+    found = walk(module, lambda line: collective_kind(line) is not None)
+    return tuple(_occurrence(visit, multiplying) for visit in found)
 
 
-def _kind(line: Instruction) -> str | None:
+def collective_kind(line: Instruction) -> str | None:
+    """The kind of a collective's instruction or start; None for all others."""
     kind = line.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
 
 def _occurrence(visit: Visit, multiplying: frozenset[str]) -> Occurrence:
     computation, line = visit.computation, visit.instruction
-    kind = _kind(line) or line.opcode
+    kind = collective_kind(line) or line.opcode
     operands = tuple(
         shape for name in line.operands if name in computation.by_name for shape in computation.by_name[name].shapes
     )
@@ -310,7 +312,7 @@ def _mode(computation: Computation, start: int, multiplying: frozenset[str]) -> 
 
 
 def _computes(computation: Computation, line: Instruction) -> bool:
-    if line.opcode in _NOT_COMPUTING or line.opcode.endswith("-done") or _kind(line) is not None:
+    if line.opcode in _NOT_COMPUTING or line.opcode.endswith("-done") or collective_kind(line) is not None:
         return False
     read = (computation.by_name[name].num_bytes for name in line.operands if name in computation.by_name)
     return max(line.num_bytes, *read, 0) > _BOOKKEEPING_BYTES

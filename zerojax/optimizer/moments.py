@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pallas_kernels import BlockFormat, QuantizedArray, dequantize, quantize
+from pallas_kernels import QuantFormat, QuantizedArray, dequantize, quantize
 
 Tree = Any
 
@@ -103,7 +103,7 @@ def scale_by_low_precision_adam(
         raise ValueError(f"scale_by_low_precision_adam(moments={moments!r}): use 'bfloat16' or 'int8'")
     if not 0 <= b1 < 1 or not 0 <= b2 < 1:
         raise ValueError(f"scale_by_low_precision_adam(b1={b1!r}, b2={b2!r}): both must be in [0, 1)")
-    BlockFormat(bits=8, block_size=block_size)  # refuses a block size that it cannot have
+    QuantFormat(8, block_size)  # refuses a block size that it cannot have
 
     def in_blocks(shape: tuple[int, ...]) -> bool:
         return moments == "int8" and len(shape) >= 2 and math.prod(shape) >= max(min_quantize_size, 1)
@@ -219,8 +219,8 @@ def _root(nu: BlockMoment, ndim: int) -> jax.Array:
     return jnp.maximum(_values(nu, ndim), jnp.moveaxis(least, -1, nu.dim))
 
 
-def _format(moment: BlockMoment) -> BlockFormat:
-    return BlockFormat(bits=8, block_size=moment.qvalue.shape[-1])
+def _format(moment: BlockMoment) -> QuantFormat:
+    return QuantFormat(8, moment.qvalue.shape[-1])
 
 
 def _values(moment: BlockMoment, ndim: int) -> jax.Array:
@@ -237,7 +237,7 @@ def _in_blocks(x: jax.Array, like: BlockMoment, key: jax.Array) -> BlockMoment:
     seeds = jax.random.bits(key, rows.shape[:-1], jnp.uint32)
 
     def one(row: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q = quantize(row, **_format(like).keywords(), rounding="stochastic", seed=seed, implementation="xla")
+        q = quantize(row, _format(like), rounding="stochastic", seed=seed, implementation="xla")
         return q.qvalue, q.scale
 
     qvalue, scale = _each_row(one, x.ndim)(rows, seeds)

@@ -73,7 +73,7 @@ def config_name(config: ZeroConfig) -> str:
 
 def _format_name(fmt: object) -> str:
     assert isinstance(fmt, QuantFormat)
-    return "e2m1" if fmt.levels == "e2m1" else f"int{fmt.bits}"
+    return fmt.element
 
 
 def flows_of(moves: Sequence[Move]) -> list[Flow]:

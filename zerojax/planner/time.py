@@ -33,12 +33,16 @@ class Links:
         link_bandwidth: bytes per second into one device from its neighbours in the node.
         memory_bandwidth: bytes per second of the device memory.
         flops: FLOP per second of one device, peak times efficiency.
+      node_latency: seconds a collective between nodes takes beyond its bytes.
+      link_latency: the same of one inside a node.
     """
 
     node_bandwidth: float
     link_bandwidth: float
     memory_bandwidth: float
     flops: float
+    node_latency: float = 30e-6
+    link_latency: float = 15e-6
 
 
 @dataclasses.dataclass(frozen=True)

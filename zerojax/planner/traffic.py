@@ -247,7 +247,7 @@ def _own_part(placement: Placement, layout: Layout) -> Placement:
 
 def _wire_name(fmt: object, dtype: np.dtype) -> str:
     if isinstance(fmt, QuantFormat):
-        return "e2m1" if fmt.levels == "e2m1" else f"int{fmt.bits}"
+        return fmt.element
     return dtype.name
 
 

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax import _compat
 from zerojax.gradients.local import Accumulation
 from zerojax.gradients.transform import gradient_function
 from zerojax.layout.layout import Layout
+from zerojax.training.compiler_options import compiler_options
 from zerojax.training.loss_scaling import DynamicScale, is_at_floor, loss_scale_rule, next_loss_scale
 from zerojax.training.nonfinite import OnNonFinite, StoppingStep, decide, init_nonfinite, keep_if
 from zerojax.training.state import TrainState
@@ -148,8 +150,26 @@ def make_train_step(
         )  # fmt: skip
         return done, metrics
 
-    compiled = jax.jit(step, donate_argnums=(0,) if donate else ())
+    donated = (0,) if donate else ()
+    compiled = jax.jit(step, donate_argnums=donated)
+    if options := compiler_options(layout):
+        compiled = _OuterStep(jax.jit(step, donate_argnums=donated, compiler_options=dict(options)), compiled)
     return StoppingStep(compiled) if policy == "raise" else compiled
+
+
+class _OuterStep:
+    """A step with compiler options, and the one without for inside another `jax.jit`, which takes its own."""
+
+    def __init__(self, outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __call__(self, state: TrainState, *args: Any) -> Any:
+        nested = any(_compat.is_traced(x) for x in jax.tree.leaves((state, args)))
+        return (self._inner if nested else self._outer)(state, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        """`lower` and the like of the compiled step."""
+        return getattr(self._outer, name)
 
 
 def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, policy: OnNonFinite) -> None:

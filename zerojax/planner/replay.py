@@ -1,0 +1,258 @@
+"""How long a compiled step takes: its schedule replayed with a lane for compute and one for each network.
+
+Kernels run one after the other in the order in which they are issued. A collective runs on the lane between nodes, the
+lane inside the node, or both at once, as soon as each is free and fewer than `overlap_limit` others are under way; it
+takes its latency and the larger of its bytes into a node / network and its bytes into a device / link. A blocking
+collective stops compute; an asynchronous one runs from its start, and its done waits. A kernel takes the larger of its
+FLOP / rate, its bytes / memory bandwidth, and what launching it costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from zerojax.hlo.collective import Collective
+from zerojax.hlo.program import CompiledProgram, read_program
+from zerojax.hlo.steps import Await, Choice, Issue, Kernel, Repeat, Step
+from zerojax.planner.gpus import GpuTarget
+from zerojax.planner.time import EFFICIENCY, Links, machine_links
+
+LANES = ("compute", "inside", "between")
+_SAME = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Exposed:
+    """What one collective costs in a step: executions, seconds on its lanes, and seconds compute waits for it."""
+
+    collective: Collective
+    executions: int
+    seconds: float
+    exposed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A replayed step, in seconds.
+
+    Attributes:
+      seconds: of the step.
+      busy: seconds each lane works: "compute", "inside" a node, "between" nodes.
+      communication: of all collectives, each counted alone.
+      collectives: what each costs, the most exposed first.
+    """
+
+    seconds: float
+    busy: Mapping[str, float]
+    communication: float
+    collectives: tuple[Exposed, ...]
+
+    @property
+    def ideal(self) -> float:
+        """The step if everything but the busiest lane were hidden."""
+        return max(self.busy.values())
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which compute waits."""
+        return self.seconds - self.busy["compute"]
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the communication behind compute."""
+        return 1 - self.exposed / self.communication if self.communication else 1.0
+
+    def __str__(self) -> str:
+        lanes = ", ".join(f"{name} {value:.3f}" for name, value in self.busy.items())
+        lines = [
+            f"step {self.seconds:.3f} s, ideal {self.ideal:.3f} ({self.seconds / self.ideal:.2f}x); busy: {lanes}; "
+            f"{self.hidden_share:.0%} of {self.communication:.3f} s of communication hidden"
+        ]
+        for one in self.collectives[:8]:
+            lines.append(
+                f"  {one.exposed:.4f} s exposed of {one.seconds:.4f} in {one.executions}: {one.collective.kind} over "
+                f"{'+'.join(one.collective.axes)} {one.collective.name} ({one.collective.phase})"
+            )
+        return "\n".join(lines)
+
+
+def replay_text(
+    program: jax.stages.Compiled | str,
+    mesh: jax.sharding.Mesh | Mapping[str, int],
+    target: GpuTarget,
+    *,
+    bandwidth: float | str | None = None,
+    node_axes: Sequence[str] = ("node",),
+    efficiency: float = EFFICIENCY,
+    overlap_limit: int = 1,
+) -> Replay:
+    """Replays a compiled program, or its text, on a mesh of some GPU.
+
+    Args:
+      program: `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
+      mesh: the mesh it was compiled for, or its axis names and sizes.
+      target: the GPU.
+      bandwidth: into a node, as `zerojax.plan` takes it.
+      node_axes: mesh axes along which the node changes.
+      efficiency: share of the peak that matrix products reach.
+      overlap_limit: as for `replay`.
+    """
+    read = read_program(program, mesh, node_axes=node_axes)
+    per_node = read.num_devices
+    for axis in read.node_axes:
+        per_node //= read.mesh_shape[axis]
+    return replay(read, machine_links(target, per_node, bandwidth, efficiency), overlap_limit=overlap_limit)
+
+
+def replay(program: CompiledProgram, links: Links, *, overlap_limit: int = 1) -> Replay:
+    """Replays a program on a machine of given rates.
+
+    Args:
+      program: from `read_program`, with its mesh.
+      links: rates of the machine.
+      overlap_limit: collectives that may be under way at once
+        (`xla_gpu_experimental_parallel_collective_overlap_limit`).
+    """
+    clock = _Clock(program, links, overlap_limit)
+    clock.run(program.steps)
+    end = max(clock.now, *clock.free.values())
+    found = [
+        Exposed(clock.known[name], round(runs), seconds, exposed)
+        for name, (runs, seconds, exposed) in clock.of_collective.items()
+    ]
+    return Replay(
+        end, dict(clock.busy), sum(one.seconds for one in found),
+        tuple(sorted(found, key=lambda one: -one.exposed)),
+    )  # fmt: skip
+
+
+class _Clock:
+    """The state of a replay."""
+
+    def __init__(self, program: CompiledProgram, links: Links, overlap_limit: int) -> None:
+        self.links, self.limit = links, overlap_limit
+        self.node_axes = frozenset(program.node_axes)
+        self.now = 0.0
+        self.free = {"inside": 0.0, "between": 0.0}
+        self.under_way: list[float] = []  # ends of the collectives issued last
+        self.started: dict[str, tuple[float, str]] = {}  # end, and the collective's name
+        self.busy = dict.fromkeys(LANES, 0.0)
+        self.of_collective: dict[str, list[float]] = {}  # executions, seconds, exposed
+        self.known: dict[str, Collective] = {}
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Goes through steps in their order."""
+        for step in steps:
+            match step:
+                case Kernel():
+                    self.kernel(step)
+                case Issue():
+                    self.issue(step)
+                case Await():
+                    end, name = self.started.pop(step.start, (0.0, ""))
+                    self.wait(end, name)
+                case Repeat():
+                    self.repeat(step)
+                case Choice():
+                    self.choose(step)
+
+    def kernel(self, step: Kernel) -> None:
+        """A kernel runs now; one that was started runs beside."""
+        seconds = max(step.flops / self.links.flops, step.num_bytes / self.links.memory_bandwidth)
+        if step.asynchronous:
+            self.started[step.name] = (self.now + seconds, "")
+            return
+        self.now += seconds
+        self.busy["compute"] += seconds
+
+    def issue(self, step: Issue) -> None:
+        """A collective is put on its lanes."""
+        one, links = step.collective, self.links
+        between = one.node_bytes / links.node_bandwidth
+        inside = one.received_bytes / links.link_bandwidth if set(one.axes) - self.node_axes or not between else 0.0
+        latency = links.node_latency if between else links.link_latency
+        begin = self.now
+        self.under_way = sorted(end for end in self.under_way if end > begin)
+        if len(self.under_way) >= self.limit:
+            begin = self.under_way[-self.limit]
+        lanes = [("between", between)] * (between > 0) + [("inside", inside)] * (inside > 0 or not between)
+        begin = max(begin, *(self.free[lane] for lane, _ in lanes))
+        for lane, seconds in lanes:
+            self.free[lane] = begin + latency + seconds
+            self.busy[lane] += latency + seconds
+        duration = latency + max(between, inside)
+        self.under_way.append(begin + duration)
+        self.known[one.name] = one
+        totals = self.of_collective.setdefault(one.name, [0, 0.0, 0.0])
+        totals[0] += 1
+        totals[1] += duration
+        if step.start:
+            self.started[step.start] = (begin + duration, one.name)
+        else:
+            self.wait(begin + duration, one.name)
+
+    def wait(self, end: float, name: str) -> None:
+        """Compute waits until `end`, for a collective or a started kernel."""
+        if end > self.now:
+            if name:
+                self.of_collective[name][2] += end - self.now
+            self.now = end
+
+    def repeat(self, step: Repeat) -> None:
+        """Iterations until one is like the one before; the others are counted."""
+        before = None
+        for done in range(step.count):
+            totals, start = self.totals(), self.now
+            self.run(step.body)
+            after = self.relative()
+            if before is not None and self.same(before, after):
+                self.skip(step.count - done - 1, totals, self.now - start)
+                return
+            before = after
+
+    def relative(self) -> dict[str, float]:
+        """What is under way, by the seconds it will take from now on."""
+        state = {lane: max(0.0, end - self.now) for lane, end in self.free.items()}
+        state |= {f"started {name}": max(0.0, end - self.now) for name, (end, _) in self.started.items()}
+        state |= {f"end {i}": end - self.now for i, end in enumerate(sorted(self.under_way)) if end > self.now}
+        return state
+
+    @staticmethod
+    def same(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+        """Whether two states differ by rounding alone."""
+        return one.keys() == other.keys() and all(abs(one[key] - other[key]) < _SAME for key in one)
+
+    def totals(self) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Copies of what is added up."""
+        return dict(self.busy), {name: list(values) for name, values in self.of_collective.items()}
+
+    def skip(self, times: int, before: tuple[dict[str, float], dict[str, list[float]]], seconds: float) -> None:
+        """Adds iterations like the last one."""
+        busy, of_collective = before
+        for lane, value in self.busy.items():
+            self.busy[lane] += times * (value - busy[lane])
+        for name, values in self.of_collective.items():
+            old = of_collective.get(name, [0, 0.0, 0.0])
+            self.of_collective[name] = [value + times * (value - was) for value, was in zip(values, old, strict=True)]
+        shift = times * seconds
+        self.now += shift
+        self.free = {lane: end + shift for lane, end in self.free.items()}
+        self.under_way = [end + shift for end in self.under_way]
+        self.started = {key: (end + shift, name) for key, (end, name) in self.started.items()}
+
+    def choose(self, step: Choice) -> None:
+        """The slowest of the branches."""
+        found = []
+        for branch in step.branches:
+            one = copy.copy(self)
+            one.free, one.busy, one.started = dict(self.free), dict(self.busy), dict(self.started)
+            one.of_collective = {name: list(values) for name, values in self.of_collective.items()}
+            one.under_way = list(self.under_way)
+            one.run(branch)
+            found.append(one)
+        if found:
+            vars(self).update(vars(max(found, key=lambda one: one.now)))
