@@ -142,7 +142,7 @@ def within_other_axes(
 
 
 def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
-    """The gather of values rather than bits, which JAX can differentiate and transpose: for derivatives of gradients."""
+    """The gather of values rather than bits, which JAX can transpose: for derivatives of gradients."""
     if not placement.is_sharded:
         return shard
 

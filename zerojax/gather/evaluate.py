@@ -55,8 +55,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
     for eqn in inner.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         if any(isinstance(x, Stored) for x in inputs):
-            if _compat.acts_on_the_world(eqn) and eqn.primitive.name not in _ENTERED_WITH_EFFECTS:
-                inputs = [_plain(x) for x in inputs]  # and differentiated, and run once, as in plain JAX
+            inputs = _whole_for_effects(eqn, inputs)
         if any(isinstance(x, Stored) for x in inputs):
             with _compat.name_stack_of(eqn):
                 outputs = _RULES.get(eqn.primitive.name, _apply_rule)(eqn, inputs, scope)
@@ -69,6 +68,13 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
 def evaluate_plain(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[jax.Array]:
     """`evaluate` with every output gathered to an ordinary array."""
     return [_plain(x) for x in evaluate(jaxpr, args, scope)]
+
+
+def _whole_for_effects(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """What an effect sees is whole, so that it runs once and is differentiated as in plain JAX."""
+    if eqn.primitive.name in _ENTERED_WITH_EFFECTS or not _compat.acts_on_the_world(eqn):
+        return inputs
+    return [_plain(x) for x in inputs]
 
 
 def _plain(x: Any) -> Any:

@@ -29,8 +29,8 @@ from zerojax.layout.placement import Placement
 Tree = Any
 
 _STORED_IS_CONSTANT = (
-    "nothing is differentiated with respect to arguments that layout.stored marks: pass what is to be differentiated as "
-    "the parameters (first argument) of value_and_grad, or put jax.lax.stop_gradient around it"
+    "nothing is differentiated with respect to arguments that layout.stored marks: pass what is to be differentiated "
+    "as the parameters (first argument) of value_and_grad, or put jax.lax.stop_gradient around it"
 )
 
 
