@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.collectives.plain import Collectives, gather_linearly, identity_gather, plain_collectives, reduce_linearly
-from zerojax.collectives.quantized import quantized_gradients, quantized_weights
+from zerojax.collectives.quantized import Pair, quantized_gradients, quantized_weights
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import other_axes
 from zerojax.layout.placement import Placement
@@ -25,9 +25,10 @@ def layout_collectives(layout: Layout) -> Collectives:
     others = other_axes(layout.mesh, config.axes)
     out = plain_collectives(others, config.grad_dtype, secondary=has_secondary(layout))
     if config.quantize_weights is not None:
-        out = quantized_weights(out, config.quantize_weights, others)  # type: ignore[arg-type]
+        out = quantized_weights(out, config.quantize_weights, others, config.kernels)  # type: ignore[arg-type]
     if config.quantize_gradients is not None:
-        out = quantized_gradients(out, config.quantize_gradients, config.axes, config.rounding, others)  # type: ignore[arg-type]
+        pair: Pair = config.quantize_gradients  # type: ignore[assignment]
+        out = quantized_gradients(out, pair, config.axes, config.rounding, others, config.kernels)
     out = _with_derivatives(out, others)
     return out if layout.stage >= 3 else identity_gather(out)
 
