@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
+from zerojax.gather.regions import ordered_checkpoint
 from zerojax.gather.secondaries import VIEWS, hoist_secondaries, is_scanned_over
 from zerojax.gather.stored import Cast, Scope, Stored, apply_with_gather
 
@@ -180,11 +181,13 @@ def _checkpoint_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
     inputs = hoist_secondaries(eqn.params["jaxpr"], inputs, scope)
     flat, rebuild = _disassemble(inputs, inner)
 
-    def body(*arrays: jax.Array) -> list[jax.Array]:
+    def body(arrays: Sequence[Any]) -> list[jax.Array]:
         return evaluate_plain(eqn.params["jaxpr"], rebuild(arrays), inner)
 
+    if scope.order is not None:
+        return ordered_checkpoint(body, flat, scope.order, inner, policy=eqn.params["policy"])
     checkpointed = jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
-    return list(checkpointed(*flat))
+    return list(checkpointed(flat))
 
 
 def _scan_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
@@ -214,8 +217,10 @@ def _scan_rule(eqn: Any, inputs: list[Any], scope: Scope) -> list[Any]:
         out = evaluate_plain(body_jaxpr, args, inner)
         return out[:num_carry], out[num_carry:]
 
+    if scope.order is not None:
+        carry = scope.order.through(carry)
     last, ys = lax.scan(body, carry, flat_xs, length=length, reverse=eqn.params["reverse"], unroll=eqn.params["unroll"])
-    return [*last, *ys]
+    return [*last, *ys] if scope.order is None else scope.order.through([*last, *ys])
 
 
 def _is_small_stack(param: Stored, scope: Scope) -> bool:
