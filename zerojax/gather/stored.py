@@ -122,7 +122,10 @@ class Scope:
             new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
             self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
             self._alive.extend(stored)
-        return [self._held.get(id(s.shard), s.shard) for s in stored]
+        held = [self._held.get(id(s.shard), s.shard) for s in stored]
+        # Tokens are differentiated: what has no gradient must not seem to have one by having waited for them.
+        frozen = [s.grad_accumulator is None for s in stored]
+        return [lax.stop_gradient(x) if f else x for x, f in zip(held, frozen, strict=True)]
 
     def secondary(self, stored: Stored, stack: int = 0) -> Stored:
         """The parameter held as its node-local secondary partition, made once in this scope.
@@ -243,7 +246,8 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     scope = stored[0].scope
     order, num_bytes = scope.order, sum(s.placement.full_bytes for s in stored if s.placement.is_sharded)
     marks = [] if order is None else order.awaited(num_bytes)
-    sets_mark = order is not None and order.sets_mark(num_bytes)
+    trains = any(s.grad_accumulator is not None for s in stored)
+    sets_mark = order is not None and (trains or scope.forward_only) and order.sets_mark(num_bytes)
     # Flat, since the rules below are given marked leaves, which a quantised array could not hold.
     held, structure = jax.tree.flatten(scope.held(stored, marks))
     holders = [s.gradient_holder() for s in stored if s.grad_accumulator is not None]
@@ -263,10 +267,11 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
     whole = jax.checkpoint(forward)
     # Tokens: that of the mark set here, and those the gathers wait for; none without an order.
-    seed, waits = [order.seed] if sets_mark and order is not None else [], [mark.token for mark in marks]
+    seed = [order.seed] if sets_mark and order is not None else []
+    waits = [mark.token for mark in marks] if trains or scope.forward_only else []
 
     def passed(out: list[Any], seed: list[Token], waits: list[Token]) -> list[Any]:
-        hand_on(marks, waits)
+        hand_on(marks[: len(waits)], waits)
         if order is not None:
             order.passed(num_bytes, seed[0] if seed else None)
         return out
