@@ -129,7 +129,9 @@ def make_train_step(
         counts = init_nonfinite() if state.nonfinite is None else state.nonfinite
         decision = decide(counts, metrics["loss_finite"], metrics["grads_finite"], policy, at_floor)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
-        new = optax.apply_updates(state.params, updates), opt_state, out.feedback, out.model_state
+        with jax.numpy_dtype_promotion("standard"):  # narrow parameters plus the float32 updates of their masters
+            applied = optax.apply_updates(state.params, updates)
+        new = applied, opt_state, out.feedback, out.model_state
         if policy != "ignore":
             old = state.params, state.opt_state, state.feedback, state.model_state
             new = keep_if(decision.keeps_old, old, new)
