@@ -1,6 +1,6 @@
 """``python -m pallas_kernels.survey``: what the machine code of every variant of a kernel costs, without a GPU.
 
-A variant is an op with formats, dtype, rounding and residual. Each is compiled for an absent GPU, and its registers,
+A variant is an op with formats, dtype, rounding and residual. Each is compiled for a target GPU, and its registers,
 spills, instructions and bytes are counted (`sass`). What the counts mean for time is a model: `bound`.
 """
 

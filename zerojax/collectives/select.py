@@ -21,5 +21,5 @@ def layout_collectives(layout: Layout) -> Collectives:
 
 
 def has_secondary(layout: Layout) -> bool:
-    """Whether a secondary partition differs from both the shard and the whole leaf on this mesh."""
+    """Whether a secondary partition differs from both the shard and the full leaf on this mesh."""
     return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)
