@@ -157,6 +157,20 @@ def average_outputs(out: Tree, specs: Tree, layout: Layout) -> Tree:
     return jax.tree.map(lambda x, spec: x if spec == PartitionSpec(axes) else lax.pmean(x, axes), out, specs)
 
 
+def not_differentiated(tree: Tree, message: str) -> Tree:
+    """The tree as it is; a derivative with respect to it, of either mode, which would silently be wrong, is refused."""
+
+    @jax.custom_jvp
+    def same(tree: Tree) -> Tree:
+        return tree
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise ValueError(message)
+
+    return same(tree)
+
+
 def _is_array(x: Any) -> bool:
     return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(x, (int, float, complex))
 
