@@ -3,7 +3,7 @@
 `Collectives` is a record of pure functions over (local array, Placement), so that plain and quantised versions are
 interchangeable values. The plain gather runs over "node" first and then over "local": with slices in local-major order
 each hop concatenates contiguous chunks, and every byte crosses into a node once. The reduction is its mirror image.
-Costs stand beside the code, in bytes received per device. Knows nothing of trees, stages or where it is called from.
+Costs stand beside the code, in bytes received per device.
 """
 
 from __future__ import annotations

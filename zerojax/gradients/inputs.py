@@ -1,8 +1,7 @@
 """What goes into and comes out of a step beside the parameters: batches, keys, per-example outputs, averages.
 
 A batch is split on its leading dim over the data axes, node by node, so that a host's examples stay on its devices.
-Everything else is replicated, except that PRNG keys are folded with the index of the device. Knows nothing of
-parameters or gradients.
+Everything else is replicated, except that PRNG keys are folded with the index of the device.
 """
 
 from __future__ import annotations

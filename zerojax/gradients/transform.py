@@ -2,7 +2,7 @@
 
 Each device computes the loss of its part of the batch; the gradient is the mean over all devices, reduced where it
 arises (stages 2 and 3: in the backward loop body; stages 0 and 1: after it) by explicit collectives. Source: arXiv
-1910.02054, sections 5 and 7. Knows nothing of optimizers.
+1910.02054, sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def value_and_grad(
     """Replaces `jax.value_and_grad` for parameters in stored form.
 
     Args:
-        loss_fn: `loss_fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch;
+        loss_fn: `loss_fn(params, batch, *rest)`, written for full parameters and one device's part of the batch;
             returns a scalar mean loss. With `weighted` it returns (sum, weight), and the result is the exact quotient
             of the global sums, also for unequal weights (token counts, say). With `has_aux` it returns (loss, aux).
         layout: the layout of the parameters.
@@ -199,7 +199,7 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     """Runs a forward function on stored parameters, with the same gather on use: evaluation, sampling, metrics.
 
     Args:
-        fn: `fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch.
+        fn: `fn(params, batch, *rest)`, written for full parameters and one device's part of the batch.
         layout: the layout of the parameters.
 
     Returns:
