@@ -1,4 +1,4 @@
-"""The command `zerojax`: `zerojax plan MODEL ...` plans training steps for a cluster that is not there.
+"""The command `zerojax`: `zerojax plan MODEL ...` plans training steps, compiled ahead of time for a target cluster.
 
 MODEL is `gpt:7.5b`, `gpt:18b`, `gpt:128b`, `gpt:1t`, or `MODULE:FUNCTION`, a function without arguments that returns
 the loss, the shapes and the optimizer: `(loss_fn, params_shapes, batch_shapes, tx)`, or a `Workload` of
@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig
+from zerojax.planner import doctor
 from zerojax.planner.advice import comparison_configs
 from zerojax.planner.configs import Progress
 from zerojax.planner.fastest import Candidate, find_fastest
@@ -43,6 +44,11 @@ _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     options = _parser().parse_args(argv)
+    if options.command == "doctor":
+        try:
+            return doctor.run(options, _maker(options))
+        except (ValueError, TypeError) as error:
+            return doctor.report(error)
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing runs: leave the GPUs of this machine alone
     try:
@@ -93,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO for JAX")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
-        "plan", help="memory, traffic and time of a training step on a cluster that is not there", description=__doc__,
+        "plan", help="memory, traffic and time of a training step on a target cluster", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = plan.add_argument
@@ -127,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="the whole plan as JSON on the standard output")
     add("--plot", metavar="FILE.png", help="bars of memory and traffic, and a timeline of one layer")
     add("--trace", metavar="FILE.json", help="the replayed step as a trace for Perfetto or chrome://tracing")
+    examine = commands.add_parser("doctor", help="what the machines at hand move, and which techniques pay on them")
+    doctor.add_arguments(examine)
+    examine.set_defaults(sequence_length=None, examples_per_device=None)
     return parser
 
 
