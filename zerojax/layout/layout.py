@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
-from zerojax.layout.mesh import data_size, with_auto_axes
+from zerojax.layout.mesh import data_size, with_auto_axes, with_auto_mesh
 from zerojax.layout.notices import notices
-from zerojax.layout.placement import Placement, pad, unpad
+from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
 
 Tree = Any
 # The layouts of the optimizers that are calling a function of the user's.
@@ -107,7 +107,7 @@ class Layout:
 
     def logical_shapes(self) -> Tree:
         """The parameters as the model sees them, as `jax.ShapeDtypeStruct`s without padding or sharding."""
-        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.placements)
+        return jax.tree.map(_logical, self.placements)
 
     def shard(self, params: Tree) -> Tree:
         """Places whole parameters (host or device arrays) in stored form; the input stays valid.
@@ -196,22 +196,40 @@ class Layout:
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
 
-        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters.
+        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters,
+        and where a leaf has none (`None`, `optax.MaskedNode`), there is none in the result.
 
         For looking at, comparing and exporting: it needs room for the full tree on each device.
         """
-        self.check(tree, stored=None)
-        return self._unflatten(self._gather(self._flatten(tree)))
+        try:
+            found = self.leaves_of(tree)
+        except ValueError:
+            self.check(tree, stored=None, what="the tree")  # names the difference
+            raise
+        has = [bool(jax.tree.leaves(x)) for x in found]
+        shown = [x if some else p for x, p, some in zip(found, map(_logical, self.leaves), has, strict=True)]
+        self.check(self._unflatten(shown), stored=None, what="the tree")
+        whole = iter(self._gather([x if some else None for x, some in zip(found, has, strict=True)]))
+        return self._unflatten([next(whole) if some else x for x, some in zip(found, has, strict=True)])
 
     @functools.cached_property
     def _gather(self) -> Callable[[list[Any]], list[jax.Array]]:
         """`unshard` of the leaves; compiled once for the dtypes of a tree."""
 
-        def gather(leaves: list[Any]) -> list[jax.Array]:
-            return [unpad(x, p) for x, p in zip(leaves, self.leaves, strict=True)]
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
 
-        replicated = [NamedSharding(self.mesh, PartitionSpec())] * len(self.leaves)
-        return jax.jit(with_auto_axes(gather, self.mesh, replicated), out_shardings=replicated)
+        def whole(x: jax.Array, p: Placement) -> jax.Array:
+            if is_two_bits(x.dtype):  # barriers: the compiler would move the casts beyond the gather
+                for sharding in (self.shard_sharding(p), everywhere):
+                    held = jax.lax.with_sharding_constraint(x.astype(jnp.int8), with_auto_mesh(sharding))
+                    x = jax.lax.optimization_barrier(held)
+            return unpad(x, p)
+
+        def gather(leaves: list[Any]) -> list[jax.Array]:
+            pairs = zip(leaves, self.leaves, strict=True)
+            return [whole(x, p).astype(x.dtype) for x, p in pairs if x is not None]
+
+        return jax.jit(with_auto_axes(gather, self.mesh, everywhere), out_shardings=everywhere)
 
     def init(self, init_fn: Callable[..., Tree], *args: Any) -> Tree:
         """Runs an initialiser with its outputs in stored form; no device ever holds a full copy.
@@ -346,6 +364,10 @@ class Layout:
 def drop_weak_type(x: Any) -> Any:
     """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _logical(p: Placement) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(p.shape, p.dtype)
 
 
 def _may_share(x: jax.Array, sharding: NamedSharding) -> bool:

@@ -15,8 +15,9 @@ import optax
 from jax import lax
 
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import with_auto_mesh
 from zerojax.layout.placement import Placement, pad
-from zerojax.optimizer.stored import auto_sharding, constrain, has_master, master_dtype, to_logical
+from zerojax.optimizer.stored import constrain, has_master, master_dtype, to_logical
 
 Tree = Any
 
@@ -96,4 +97,4 @@ def finish_update(
 def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     if layout.stage >= 3:
         return constrain(pad(x, p), p, layout)
-    return jax.lax.with_sharding_constraint(x, auto_sharding(layout.full_sharding(p))) if layout.stage else x
+    return jax.lax.with_sharding_constraint(x, with_auto_mesh(layout.full_sharding(p))) if layout.stage else x
