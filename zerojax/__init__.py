@@ -6,6 +6,8 @@ from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.evaluate import GatherWarning
 from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
+from zerojax.hlo.program import expect_collectives, read_program
+from zerojax.hosts.start import distributed
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import make_mesh
 from zerojax.layout.notices import ZeroNotice
@@ -15,6 +17,7 @@ from zerojax.layout.simulated import simulate_devices
 from zerojax.optimizer.moments import low_precision_adamw, scale_by_low_precision_adam
 from zerojax.optimizer.zero import ZeroState, zero
 from zerojax.planner.plan import plan
+from zerojax.planner.traffic import predict_traffic
 from zerojax.training.compiler_options import compiler_options
 from zerojax.training.loss_scaling import DynamicScale, LossScale
 from zerojax.training.nonfinite import NonFinite, NonFiniteError
@@ -41,12 +44,16 @@ __all__ = [
     "apply",
     "checkpoint",
     "compiler_options",
+    "distributed",
+    "expect_collectives",
     "init_feedback",
     "low_precision_adamw",
     "make_mesh",
     "make_train_step",
     "partition",
     "plan",
+    "predict_traffic",
+    "read_program",
     "restore",
     "save",
     "scale_by_low_precision_adam",

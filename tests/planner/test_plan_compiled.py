@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from planned import plan_stack
+from planned import plan_stack, stack_workload
 
 import zerojax
 from zerojax import ZeroConfig
 from zerojax.planner.advice import comparison_configs, config_name
+from zerojax.planner.fastest import find_fastest
 from zerojax.planner.gpus import load_target
+from zerojax.planner.workload import Workload
 
 pytestmark = pytest.mark.needs_cuda_plugin
 
@@ -118,6 +120,42 @@ def test_on_a_slow_network_the_plan_recommends_what_sends_least(compared):
     assert all(t.break_even > found.links.node_bandwidth for t in found.techniques)
 
 
+def test_the_step_is_the_replay_of_the_program_and_what_is_exposed_is_named(compared):
+    found, _ = compared
+    for one in found.configs:
+        speed, time = one.speed, one.time
+        assert speed is not None
+        assert speed.ideal <= time.step <= time.compute + time.between_nodes + time.inside_node
+        assert one.replays.at(found.links.node_bandwidth).seconds == time.step
+        assert speed.examples_per_second == pytest.approx(found.examples_per_device * found.microbatches / time.step)
+        assert speed.tokens_per_second is None  # the batch holds no tokens
+        # The model's FLOP: 3 products forward and backward of 4 x 512 x 2048 x 2 weights, 256 rows an example.
+        model = 3 * 2 * 256 * 4 * 2 * 512 * 2048 * found.examples_per_device * found.microbatches
+        assert speed.utilisation == pytest.approx(model / (found.target.peak_bf16_flops * time.step), rel=1e-3)
+        exposed = [e.exposed for e in speed.exposures]
+        assert exposed == sorted(exposed, reverse=True)
+        assert sum(exposed) <= time.step - time.compute + 1e-9
+    stage_3 = next(one for one in found.configs if one.name == "stage 3")
+    assert any("['up']" in e.what for e in stage_3.speed.exposures)
+    # The network is too slow, by the replays too: a faster one makes the step shorter.
+    needed = stage_3.speed.needed_bandwidth
+    assert needed > found.links.node_bandwidth
+    assert stage_3.replays.at(needed).seconds == pytest.approx(1.05 * stage_3.replays.at(1e16).seconds, rel=0.02)
+    assert "replays" not in json.loads(found.to_json())["configs"][0]
+
+
+def test_techniques_break_even_where_both_programs_take_as_long(compared):
+    found, _ = compared
+    assert all(t.replayed for t in found.techniques)
+    plain = next(one for one in found.configs if one.name == "stage 3").replays
+    with_weights = next(one for one in found.configs if one.name == "stage 3 + qwZ int8").replays
+    limit = next(t.break_even for t in found.techniques if t.name == "quantize_weights")
+    if limit not in (0.0, float("inf")):
+        # The interval is halved ten times: the limit is known to some percent.
+        assert with_weights.at(0.9 * limit).seconds < plain.at(0.9 * limit).seconds
+        assert with_weights.at(1.1 * limit).seconds > plain.at(1.1 * limit).seconds
+
+
 def test_progress_counts_the_compiles(compared):
     _, seen = compared
     assert seen[0][0] == 0
@@ -167,8 +205,8 @@ def test_the_18b_step_for_384_gpus_is_planned_on_two_cores():
     code = """
 import json, resource, sys
 from zerojax.planner.models import GPT_SHAPES, gpt
-from zerojax.planner.plan import subject_plan
-plan = subject_plan(gpt(GPT_SHAPES["18b"]), examples_per_device=1, largest_microbatch=False)
+from zerojax.planner.plan import plan_workload
+plan = plan_workload(gpt(GPT_SHAPES["18b"]), examples_per_device=1, largest_microbatch=False)
 own, children = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 spent = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 # Not ru_maxrss: a process inherits that from the one that started it, here the whole test run.
@@ -187,3 +225,18 @@ json.dump({"seconds": spent, "bytes": int(peak.split()[1]) * 1024, "node": one.n
     assert found["bytes"] < 2e9
     assert found["node"] == pytest.approx(3 * 47 / 48, rel=0.001)
     assert "agree" in found["explanation"]
+
+
+@pytest.mark.aot
+def test_the_fastest_way_is_at_a_microbatch_that_fits_and_beats_one_example():
+    loss, params, batch, tx = stack_workload()
+    small = dataclasses.replace(load_target("h100"), memory_bytes=150_000_000)
+    options = {"target": small, "num_nodes": 1, "usable": 1.0}
+    found = find_fastest(Workload(loss, params, batch, tx), [ZeroConfig(stage=1), ZeroConfig(stage=3)], **options)
+    assert found
+    assert [one.rate for one in found] == sorted((one.rate for one in found), reverse=True)
+    assert all(one.plan.memory.fits for one in found)
+    alone = plan_stack(**options, config=found[0].plan.config, largest_microbatch=False).configs[0]
+    assert found[0].examples > 1
+    assert found[0].rate > alone.speed.examples_per_second
+    assert f"{found[0].examples} examples per device" in str(found[0])

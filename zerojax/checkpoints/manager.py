@@ -22,7 +22,7 @@ from zerojax.checkpoints.saving import begin_saving, read
 from zerojax.checkpoints.writing import make_handler, orbax, snapshot
 from zerojax.hosts.agreement import agree, exchange
 from zerojax.hosts.preemption import REQUEUE_STATUS, StopPoint
-from zerojax.layout.host_arrays import layout_facts
+from zerojax.layout.facts import layout_facts
 from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice
 

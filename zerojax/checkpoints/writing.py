@@ -17,8 +17,8 @@ import numpy as np
 import optax
 
 from zerojax.checkpoints import paths
-from zerojax.checkpoints.checksums import checksums
 from zerojax.checkpoints.saved_leaves import describe_leaves, raw
+from zerojax.layout.checksums import checksums
 from zerojax.layout.layout import Layout
 from zerojax.training.state import TrainState
 

@@ -141,6 +141,24 @@ def within_other_axes(
     )
 
 
+def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
+    """The gather of values rather than bits, which JAX can transpose: for derivatives of gradients."""
+    if not placement.is_sharded:
+        return shard
+
+    def move(x: jax.Array) -> jax.Array:
+        for axis in placement.axes:
+            x = lax.all_gather(x, axis, axis=placement.dim, tiled=True)
+        return x
+
+    return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
+
+
+def reduce_linearly(full: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
+    """The reduction in the dtype of its operand: the transpose of `gather_linearly`."""
+    return within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(full, placement))
+
+
 def _gather(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """All-gather along the placement's dim, outermost axis first; local to local (padded)."""
     assert placement.dim is not None

@@ -55,6 +55,8 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
     for eqn in inner.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         if any(isinstance(x, Stored) for x in inputs):
+            inputs = _whole_for_effects(eqn, inputs)
+        if any(isinstance(x, Stored) for x in inputs):
             with _compat.name_stack_of(eqn):
                 outputs = _RULES.get(eqn.primitive.name, _apply_rule)(eqn, inputs, scope)
         else:
@@ -66,6 +68,13 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[Any]:
 def evaluate_plain(jaxpr: Any, args: Sequence[Any], scope: Scope) -> list[jax.Array]:
     """`evaluate` with every output gathered to an ordinary array."""
     return [_plain(x) for x in evaluate(jaxpr, args, scope)]
+
+
+def _whole_for_effects(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """What an effect sees is whole, so that it runs once and is differentiated as in plain JAX."""
+    if eqn.primitive.name in _ENTERED_WITH_EFFECTS or not _compat.acts_on_the_world(eqn):
+        return inputs
+    return [_plain(x) for x in inputs]
 
 
 def _plain(x: Any) -> Any:
@@ -282,6 +291,11 @@ def _rebuild(value: Stored, inner: Scope, layer: bool, start: int, arrays: Seque
     return inner.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack).with_view_of(value)
 
 
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+_CHECKPOINTS = ("remat2", "checkpoint", "remat")
+# Regions whose equations are looked at one by one, so that only those with an effect gather first.
+_ENTERED_WITH_EFFECTS = frozenset({"scan", *_CALLS, *_CHECKPOINTS})
+
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(VIEWS, _view_rule),
     "convert_element_type": _cast_rule,
@@ -290,6 +304,6 @@ _RULES: dict[str, Rule] = {
     "squeeze": _squeeze_rule,
     "stop_gradient": _stop_gradient_rule,
     "scan": _scan_rule,
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _inline_rule),
-    **dict.fromkeys(("remat2", "checkpoint", "remat"), _checkpoint_rule),
+    **dict.fromkeys(_CALLS, _inline_rule),
+    **dict.fromkeys(_CHECKPOINTS, _checkpoint_rule),
 }

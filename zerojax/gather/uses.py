@@ -104,7 +104,7 @@ def _of_equation(jaxpr: Any, eqn: Any, position: int, dtype: np.dtype, layers: i
     return [LeafUse(dtype, layers, recomputed or name not in _LINEAR)]
 
 
-def traced_flops(jaxpr: Any) -> int:
+def traced_flops(jaxpr: Any, *, recomputed: bool = True) -> int:
     """FLOP of forward and backward in matrix products, from a traced loss: 3 of each, 4 where it is recomputed.
 
     An estimate for when nothing is compiled: the backward pass of a product is two of its size.
@@ -113,10 +113,10 @@ def traced_flops(jaxpr: Any) -> int:
     >>> traced_flops(jax.make_jaxpr(lambda w, x: jnp.sum(x @ w))(jnp.ones((8, 8)), jnp.ones((2, 8))))
     768
     """
-    return _flops(_compat.open_jaxpr(jaxpr)[0], 3)
+    return _flops(_compat.open_jaxpr(jaxpr)[0], 3, recomputed)
 
 
-def _flops(jaxpr: Any, factor: int) -> int:
+def _flops(jaxpr: Any, factor: int, recomputed: bool) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -125,11 +125,11 @@ def _flops(jaxpr: Any, factor: int) -> int:
             inner = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
             total += factor * 2 * inner * math.prod(eqn.outvars[0].aval.shape)
             continue
-        again = factor + 1 if name in _CHECKPOINTS else factor
+        again = factor + 1 if recomputed and name in _CHECKPOINTS else factor
         times = eqn.params["length"] if name == "scan" else 1
         for value in eqn.params.values():
             for part in value if isinstance(value, (tuple, list)) else (value,):
                 body = _compat.open_jaxpr(part)[0]
                 if hasattr(body, "eqns"):
-                    total += times * _flops(body, again)
+                    total += times * _flops(body, again, recomputed)
     return total

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax.layout.host_arrays import check_of_the_job
 from zerojax.layout.layout import Layout
 
 Tree = Any
@@ -44,6 +45,7 @@ def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
             )
         if not shape:
             return PartitionSpec()
+        check_of_the_job(name, x, layout.mesh)
         if shape[0] % count or shape[0] == 0:
             raise ValueError(
                 f"{name} has shape {shape}: its leading dim {shape[0]} must be a positive multiple of the "
@@ -153,6 +155,20 @@ def average_outputs(out: Tree, specs: Tree, layout: Layout) -> Tree:
     """Averages over the devices what does not stay sharded (inside `shard_map`)."""
     axes = layout.config.axes
     return jax.tree.map(lambda x, spec: x if spec == PartitionSpec(axes) else lax.pmean(x, axes), out, specs)
+
+
+def not_differentiated(tree: Tree, message: str) -> Tree:
+    """The tree as it is; a derivative with respect to it, of either mode, which would silently be wrong, is refused."""
+
+    @jax.custom_jvp
+    def same(tree: Tree) -> Tree:
+        return tree
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise ValueError(message)
+
+    return same(tree)
 
 
 def _is_array(x: Any) -> bool:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
+from zerojax.layout.host_arrays import check_same_values, place_whole, spread_batch
 from zerojax.layout.mesh import data_size, with_auto_axes, with_auto_mesh
 from zerojax.layout.notices import notices
 from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
@@ -113,10 +114,12 @@ class Layout:
         """Places whole parameters (host or device arrays) in stored form; the input stays valid.
 
         Args:
-            params: pytree of global logical arrays, of the structure and shapes given to `partition`.
+            params: pytree of global logical arrays, of the structure and shapes given to `partition`; in a job of
+                several processes the same in each, of which every device takes its part: nothing is sent.
 
         Raises:
-            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path), or its values differ
+                between processes.
 
         >>> import zerojax
         >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
@@ -125,18 +128,43 @@ class Layout:
         (2, 6)
         """
         self.check(params, stored=False)
+        check_same_values("layout.shard", params)
 
         def put(x: Any, placement: Placement) -> jax.Array:
             x, sharding = drop_weak_type(x), self.param_sharding(placement)
             if self.stage >= 3 and placement.padding:
-                x = np.asarray(x) if not isinstance(x, jax.Array) else x
-                x = pad(x, placement)
+                widths = [(0, n - m) for n, m in zip(placement.padded_shape, placement.shape, strict=True)]
+                x = pad(x, placement) if isinstance(x, jax.Array) else np.pad(x, widths)
             elif isinstance(x, jax.Array) and _may_share(x, sharding):
                 # It would share its buffer with the caller's array: donating one deletes the other.
                 x = x.copy()
-            return jax.device_put(x, sharding)
+            return place_whole(x, sharding)
 
         return self._map(put, params)
+
+    def batch(self, local: Tree) -> Tree:
+        """The batch of the whole job from the rows that each process has read; with one process, its placement.
+
+        Args:
+            local: any pytree of NumPy or JAX arrays with this process's own rows on their leading dim, the same number
+                in every process; 0-d leaves are the same everywhere.
+
+        Returns:
+            Global arrays, sharded on their leading dim over the data axes: the rows of a process stay on its devices,
+            and nothing is sent. For the step's `batch`.
+
+        Raises:
+            ValueError: the rows do not divide over the devices, or processes have different shapes (compared once for
+                each shape).
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"w": jnp.ones((16, 6))}, mesh)
+        >>> batch = layout.batch({"x": np.ones((16, 3)), "temperature": 0.5})
+        >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
+        ((16, 3), (2, 3))
+        """
+        return spread_batch(local, self.mesh, self.config.axes)
 
     def stored(self, tree: Tree) -> StoredParams:
         """Marks parameters in stored form as such, for arguments after the batch: teachers, target networks, GANs.
@@ -242,7 +270,8 @@ class Layout:
             The parameters in stored form, equal in value to `layout.shard(init_fn(*args))`.
 
         Raises:
-            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path), or an argument differs
+                between processes.
 
         >>> import zerojax
         >>> init = lambda key: {"w": jax.random.normal(key, (7, 5))}
@@ -252,6 +281,7 @@ class Layout:
         (8, 5)
         """
         self.check(jax.eval_shape(init_fn, *args), stored=False)
+        check_same_values("layout.init", args)
 
         def build(*args: Any) -> list[jax.Array]:
             leaves = [drop_weak_type(x) for x in self._flatten(init_fn(*args))]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.layout.facts import check_replicas
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import with_auto_axes
 from zerojax.layout.placement import Placement
@@ -123,6 +124,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         layout.check(params, stored=True)
         of_state = placements()
         leaves = jax.tree.leaves(params)
+        check_replicas(params, layout, "zero(tx, layout).init")
         if leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return _abstract_state(of_state, layout, layout_id)
 
