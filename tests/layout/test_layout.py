@@ -175,3 +175,17 @@ def test_a_bare_array_is_restored_alone_from_a_train_state(tmp_path):
     tx = zerojax.zero(optax.adam(1e-3), layout)
     zerojax.save(tmp_path / "it", zerojax.TrainState.create(layout.shard(params), tx), layout, tx)
     np.testing.assert_array_equal(layout.unshard(zerojax.restore(tmp_path / "it", layout)), params)
+
+
+def test_a_layout_shows_its_first_line_every_leaf_on_request_and_a_table_in_a_notebook():
+    params = {"<odd>": jnp.ones((13, 4)), "even": jnp.ones((16, 8)), "one": jnp.ones(())}
+    layout = models.make_layout(params, "2x4", 3, trainable=lambda path, x: "one" not in path)
+    first, *_ = layout.describe().splitlines()
+    assert repr(layout) == first
+    assert "['even']" not in layout.describe()
+    for path in ("['<odd>']", "['even']", "['one']"):
+        assert path in layout.describe(every_leaf=True)
+    table = layout._repr_html_()
+    assert table.count("<tr>") == 1 + 3
+    assert "[&#x27;&lt;odd&gt;&#x27;]" in table
+    assert "<odd>" not in table

@@ -36,6 +36,7 @@ from zerojax.gradients.stored_arguments import (
     without_gradient,
 )
 from zerojax.layout.layout import Layout
+from zerojax.layout.optimizer_form import entering, leaving
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -152,7 +153,7 @@ def gradient_function(
         loss_scale: jax.Array | None = None,
         model_state: Tree = None,
     ) -> Gradients:
-        params = layout.entered(params)
+        params = entering(params, layout)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, model_state, layout))
         if layout.stage >= 3 and has_secondary(layout):
@@ -188,7 +189,7 @@ def gradient_function(
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = run_locally(params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
-            grads=layout.left(layout.treedef.unflatten(out.grads)),
+            grads=leaving(layout.treedef.unflatten(out.grads), layout),
             feedback=layout.treedef.unflatten(out.feedback) if carries else None,
         )
 
@@ -221,7 +222,7 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     """
 
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
-        params = layout.entered(params)
+        params = entering(params, layout)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, None, layout))
         batch_specs, rest_specs = batches.batch_specs(batch, layout), argument_specs(rest)

@@ -24,6 +24,7 @@ from zerojax import _compat
 from zerojax.layout.layout import Layout, drop_weak_type
 from zerojax.layout.mesh import data_size, nontrivial_axes, with_auto_mesh
 from zerojax.layout.notices import ZeroNotice
+from zerojax.layout.optimizer_form import in_optimizer
 from zerojax.layout.placement import Placement, pad, place, unpad
 from zerojax.optimizer.moments import BlockMoment
 
@@ -200,7 +201,7 @@ def logical_arguments(extra: dict[str, Any], params: Tree, layout: Layout) -> di
     def called(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with layout.in_optimizer():
+            with in_optimizer(layout):
                 out = fn(*map(completed, args), **{name: completed(x) for name, x in kwargs.items()})
             return jax.tree.map(logical, out, is_leaf=lambda x: jax.tree.structure(x) in (layout.treedef, trained))
 
