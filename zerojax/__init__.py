@@ -19,7 +19,7 @@ from zerojax.optimizer.zero import ZeroState, zero
 from zerojax.planner.plan import plan
 from zerojax.planner.traffic import predict_traffic
 from zerojax.training.compiler_options import compiler_options
-from zerojax.training.loss_scaling import DynamicScale, LossScale
+from zerojax.training.loss_scaling import DynamicScale, LossScaleState
 from zerojax.training.nonfinite import NonFinite, NonFiniteError
 from zerojax.training.remat import checkpoint
 from zerojax.training.state import TrainState
@@ -27,12 +27,15 @@ from zerojax.training.step import make_train_step
 
 __version__ = "0.1.0"
 
+LossScale = LossScaleState  # the name it had before
+
 __all__ = [
     "CheckpointManager",
     "DynamicScale",
     "GatherWarning",
     "Layout",
     "LossScale",
+    "LossScaleState",
     "NonFinite",
     "NonFiniteError",
     "Placement",

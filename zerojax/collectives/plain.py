@@ -3,7 +3,7 @@
 `Collectives` is a record of pure functions over (local array, Placement), so that plain and quantised versions are
 interchangeable values. The plain gather runs over "node" first and then over "local": with slices in local-major order
 each hop concatenates contiguous chunks, and every byte crosses into a node once. The reduction is its mirror image.
-Costs stand beside the code, in bytes received per device. Knows nothing of trees, stages or where it is called from.
+Costs stand beside the code, in bytes received per device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Collectives(NamedTuple):
 def plain_collectives(
     other_axes: tuple[str, ...] = (), grad_dtype: str | None = None, *, secondary: bool = False
 ) -> Collectives:
-    """Unquantised collectives; the wire carries the dtype of the operand (2 bytes for bfloat16 on every backend).
+    """Unquantised collectives; the wire carries the dtype of the operand.
+
+    A gather of two-byte floats sends two bytes on every backend: it travels as integers. A reduction has to add on the
+    way: GPUs reduce bfloat16 in two bytes, XLA on CPU widens it to float32 and sends four.
 
     Args:
         other_axes: mesh axes left to the compiler. A collective on an array that the compiler has split over such an
