@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax.config import ZeroConfig
 from zerojax.layout.description import describe, first_line, html_table
-from zerojax.layout.host_arrays import check_same_values, place_whole, spread_batch
+from zerojax.layout.host_arrays import check_same_values, place_slices, place_whole, spread_batch
 from zerojax.layout.mesh import data_size, with_auto_axes, with_auto_mesh
 from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
+from zerojax.layout.safetensors import select_tensors
 
 Tree = Any
 
@@ -185,6 +187,25 @@ class Layout:
         """
         self.check(tree, stored=True if self.stage >= 3 else None, what="stored params")
         return StoredParams(tree, self)
+
+    def load(self, path: str | os.PathLike[str], *, names: dict[str, str] | None = None, cast: bool = False) -> Tree:
+        """Parameters in stored form from safetensors: each device reads its own slices, no host the whole model.
+
+        Args:
+            path: a file, or the index of several (`*.safetensors.index.json`).
+            names: what the file calls a leaf, for leaves whose keys joined with "." are not their names there.
+            cast: take another dtype than the layout's, converted.
+
+        Raises:
+            FileNotFoundError: the file is not there.
+            ValueError: a leaf is missing or has another shape or dtype (with its key path); the file is not whole.
+        """
+        keys = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(self.placements)[0]]
+        tensors = select_tensors(path, list(zip(keys, self.leaves, strict=True)), names or {}, cast)
+        pairs = zip(tensors, self.leaves, strict=True)
+        return self._unflatten([
+            place_slices(x, self.param_shape(p), p.dtype, self.param_sharding(p)) for x, p in pairs
+        ])  # fmt: skip
 
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
