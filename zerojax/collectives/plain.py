@@ -52,7 +52,10 @@ class Collectives(NamedTuple):
 def plain_collectives(
     other_axes: tuple[str, ...] = (), grad_dtype: str | None = None, *, secondary: bool = False
 ) -> Collectives:
-    """Unquantised collectives; the wire carries the dtype of the operand (2 bytes for bfloat16 on every backend).
+    """Unquantised collectives; the wire carries the dtype of the operand.
+
+    A gather of two-byte floats sends two bytes on every backend: it travels as integers. A reduction has to add on the
+    way: GPUs reduce bfloat16 in two bytes, XLA on CPU widens it to float32 and sends four.
 
     Args:
         other_axes: mesh axes left to the compiler. A collective on an array that the compiler has split over such an
