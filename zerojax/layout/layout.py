@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,10 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
-from zerojax.layout.host_arrays import check_same_values, place_whole, spread_batch
+from zerojax.layout.host_arrays import check_same_values, place_slices, place_whole, spread_batch
 from zerojax.layout.mesh import data_size, with_auto_axes
-from zerojax.layout.notices import notices
+from zerojax.layout.notices import describe_leaves
 from zerojax.layout.placement import Placement, pad, unpad
+from zerojax.layout.safetensors import select_tensors
 
 Tree = Any
 # The layouts of the optimizers that are calling a function of the user's.
@@ -221,6 +223,25 @@ class Layout:
             for other in _IN_OPTIMIZER.get()
         )
 
+    def load(self, path: str | os.PathLike[str], *, names: dict[str, str] | None = None, cast: bool = False) -> Tree:
+        """Parameters in stored form from safetensors: each device reads its own slices, no host the whole model.
+
+        Args:
+            path: a file, or the index of several (`*.safetensors.index.json`).
+            names: what the file calls a leaf, for leaves whose keys joined with "." are not their names there.
+            cast: take another dtype than the layout's, converted.
+
+        Raises:
+            FileNotFoundError: the file is not there.
+            ValueError: a leaf is missing or has another shape or dtype (with its key path); the file is not whole.
+        """
+        keys = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(self.placements)[0]]
+        tensors = select_tensors(path, list(zip(keys, self.leaves, strict=True)), names or {}, cast)
+        pairs = zip(tensors, self.leaves, strict=True)
+        return self._unflatten([
+            place_slices(x, self.param_shape(p), p.dtype, self.param_sharding(p)) for x, p in pairs
+        ])  # fmt: skip
+
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
 
@@ -310,24 +331,7 @@ class Layout:
         replicated  1 leaves          2,048 bytes,          2,048 on each device
           ['b'] (512,) float32: replicated, 2,048 bytes: 512 elements, fewer than min_shard_size 16384
         """
-        sharded = [p for p in self.leaves if p.is_sharded]
-        whole = [p for p in self.leaves if not p.is_sharded]
-        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        lines = [f"stage {self.stage} on mesh {mesh}: {self.num_shards} shards over {self.config.axes}"]
-        for name, group in (("sharded", sharded), ("replicated", whole)):
-            total, each = sum(p.full_bytes for p in group), sum(p.shard_bytes for p in group)
-            lines.append(f"{name:<10} {len(group):>2} leaves {total:>14,} bytes, {each:>14,} on each device")
-        for p in whole:
-            lines.append(f"  {p.path} {p.shape} {p.dtype.name}: replicated, {p.full_bytes:,} bytes: {p.reason}")
-        for p in sharded:
-            if p.padding:
-                waste = p.shard_bytes * p.num_shards - p.full_bytes
-                lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.reason}, {waste:,} bytes in all")
-        frozen = [p.path for p in self.leaves if not p.trainable]
-        if frozen:
-            lines.append(f"  not trained: {', '.join(frozen)}")
-        lines += [f"  notice: {text}" for text in notices(self.mesh, self.config, self.leaves)]
-        return "\n".join(lines)
+        return describe_leaves(self.mesh, self.config, self.leaves, self.num_shards)
 
     def _check_mesh(self, x: Any, name: str) -> None:
         sharding = getattr(x, "sharding", None) if not _compat.is_traced(x) else None
