@@ -89,7 +89,7 @@ def run(
         return kernel(*operands, interpret=interpret)
     if reasons or device_problems() or _concrete_on_cpu(operands) or not choice.takes_kernel(variant):
         return reference(*operands)
-    # Decided at lowering: one traced program runs on a CPU and compiles for a GPU that is not there.
+    # Decided at lowering: one traced program runs on a CPU and compiles ahead of time for a target GPU.
     return jax.lax.platform_dependent(*operands, cuda=lambda *args: kernel(*args, interpret=False), default=reference)
 
 

@@ -1,6 +1,6 @@
 """``python -m pallas_kernels.survey``: what the machine code of every variant of a kernel costs, without a GPU.
 
-Each (`variants`) is compiled for an absent GPU, and its registers,
+Each (`variants`) is compiled for a target GPU, and its registers,
 spills, instructions and bytes are counted (`sass`). What the counts mean for time is a model: `bound`.
 """
 

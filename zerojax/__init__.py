@@ -1,5 +1,6 @@
 """zerojax: ZeRO stages 0-3 for any JAX model and any optax optimizer."""
 
+from zerojax.checkpoints.export import export
 from zerojax.checkpoints.manager import CheckpointManager
 from zerojax.checkpoints.saving import restore, save
 from zerojax.config import QuantFormat, ZeroConfig
@@ -19,7 +20,7 @@ from zerojax.optimizer.zero import ZeroState, zero
 from zerojax.planner.plan import plan
 from zerojax.planner.traffic import predict_traffic
 from zerojax.training.compiler_options import compiler_options
-from zerojax.training.loss_scaling import DynamicScale, LossScale
+from zerojax.training.loss_scaling import DynamicScale, LossScaleState
 from zerojax.training.nonfinite import NonFinite, NonFiniteError
 from zerojax.training.remat import checkpoint
 from zerojax.training.state import TrainState
@@ -27,12 +28,15 @@ from zerojax.training.step import make_train_step
 
 __version__ = "0.1.0"
 
+LossScale = LossScaleState  # the name it had before
+
 __all__ = [
     "CheckpointManager",
     "DynamicScale",
     "GatherWarning",
     "Layout",
     "LossScale",
+    "LossScaleState",
     "NonFinite",
     "NonFiniteError",
     "Placement",
@@ -46,6 +50,7 @@ __all__ = [
     "compiler_options",
     "distributed",
     "expect_collectives",
+    "export",
     "init_feedback",
     "low_precision_adamw",
     "make_mesh",

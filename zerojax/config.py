@@ -151,7 +151,7 @@ class ZeroConfig:
             "secondary": self.secondary and (
                 (self.stage < 3 and "weights are gathered only at stage 3")
                 or (len(self.axes) < 2 and "a secondary partition needs two axes, ('node', 'local')")),
-            "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces whole gradients; use stage 1 to 3",
+            "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces full gradients; use stage 1 to 3",
             "prefetch_bytes": self.prefetch_bytes is not None and self.stage < 3
                 and "weights are gathered only at stage 3",
             "rounding": self.rounding != "nearest" and not pair and "it applies to quantize_gradients, which is None",

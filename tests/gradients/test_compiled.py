@@ -1,4 +1,4 @@
-"""The whole step compiled for H100 nodes that are not there: what it sends, where, in which dtype, and what it holds.
+"""The whole step compiled ahead of time for H100 nodes: what it sends, where, in which dtype, and what it holds.
 
 The program is the one a cluster would run: dtype on the wire, loops, donated bytes and temporary memory are the
 compiler's own. The model has one stack of layers with four large leaves, a tied embedding and a norm scale. M is the
@@ -240,6 +240,9 @@ def test_stage_two_gathers_no_weight_before_the_update():
     expect_collectives(program, "reduce-scatter", in_loop=True, min_bytes=SIZEABLE, only_dtypes=["bfloat16"])
     # Gradients in 2 bytes, updates in float32, since there is no master copy: M + 2M.
     assert program.received_bytes() == pytest.approx(3 * model_bytes(layout) * 15 / 16, rel=0.02)
+    # Updates are gathered between the nodes first, then inside them: no gather spans both axes.
+    sent = program.select("all-gather", min_bytes=SIZEABLE)
+    assert {one.axes for one in sent} == {("node",), ("local",)}, program.traffic()
 
 
 def test_tensor_parallel_weights_are_not_gathered_over_their_axis():

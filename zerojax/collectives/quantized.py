@@ -4,8 +4,8 @@ Weights (arXiv 2306.10209, section 3.1): each device quantises its shard in bloc
 over "node" and then over "local", and every device, the owner included, computes with the same dequantised values.
 Gradients (section 3.3): hop 1 sends each device of the node its slices by all-to-all and sums what arrives in float32;
 hop 2 does the same between nodes. Slices are in local-major order, so nothing is reordered between the hops. Levels and
-scales travel as one message of bytes, large ones as two, whether XLA or a kernel wrote them. Knows nothing of trees or
-stages; alone imports the kernels.
+scales travel as one message of bytes, large ones as two, whether XLA or a kernel wrote them. The only importer of
+the kernels here.
 """
 
 from __future__ import annotations

@@ -74,5 +74,5 @@ def _with_derivatives(moves: Collectives, others: tuple[str, ...]) -> Collective
 
 
 def has_secondary(layout: Layout) -> bool:
-    """Whether a secondary partition differs from both the shard and the whole leaf on this mesh."""
+    """Whether a secondary partition differs from both the shard and the full leaf on this mesh."""
     return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)

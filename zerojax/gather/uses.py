@@ -2,8 +2,7 @@
 
 What a placement cannot know about traffic is in the loss itself: a float32 parameter that is cast to bfloat16 travels
 in 2 bytes, a stack that is scanned over moves one layer at a time, and the table of an embedding lookup is not read
-again by the backward pass. This follows the parameters through the traced loss, with nothing compiled. Knows nothing of
-meshes or placements.
+again by the backward pass. This follows the parameters through the traced loss, with nothing compiled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One device's forward and backward pass on its part of the batch, and where its gradients are reduced.
 
-Stages 0 and 1 differentiate the loss on whole parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
+Stages 0 and 1 differentiate the loss on full parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
 with parameters in stored form, so that each gradient is reduced where it arises; what is differentiated there is the
 *gradient input* of each leaf: an input of the shard's shape whose value nobody reads (the shard itself at stage 3,
 zeros at stage 2), which carries the reduced gradient out. Each can also do as the other does, for gradients that are
@@ -57,10 +57,10 @@ class Backward(NamedTuple):
 def whole_backward(
     loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, each: bool = False
 ) -> Backward:
-    """Stages 0 and 1: whole parameters.
+    """Stages 0 and 1: full parameters.
 
     Args:
-        loss_fn: the loss on whole parameters.
+        loss_fn: the loss on full parameters.
         layout: the layout.
         leaves: the parameters.
         batch: an example of what `run` will be given, for its shapes.
@@ -101,7 +101,7 @@ def staged_backward(
     """Stages 2 and 3: partial gradients of sharded leaves are reduced shards, those of replicated leaves are local.
 
     Args:
-        loss_fn: the loss on whole parameters.
+        loss_fn: the loss on full parameters.
         layout: the layout.
         leaves: the parameters in stored form.
         batch: an example of what `run` will be given, for its shapes.
@@ -155,7 +155,7 @@ def staged_backward(
 
 
 def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callable[[list[Any], list[Any]], Reduced]:
-    """Reduces one whole gradient per leaf under its placement; what has none is left as it is."""
+    """Reduces one full gradient per leaf under its placement; what has none is left as it is."""
     collectives = layout_collectives(layout)
 
     def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
@@ -252,7 +252,7 @@ def _entered(x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, s
 
 
 def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:
-    """Placements under which whole gradients are reduced: stacks of norm scales or biases are no matrices.
+    """Placements under which full gradients are reduced: stacks of norm scales or biases are no matrices.
 
     `traced` gives the loss's jaxpr, which only quantised reductions need.
     """

@@ -185,7 +185,7 @@ def _refuse_parts(name: str, where: str, argument: Tree, layout: Layout) -> None
                 raise ValueError(
                     f"{name}{jax.tree_util.keystr(path)}{where} has the structure and the padded shapes of parameters "
                     f"in stored form (params{part[0].path}, ...): the loss would see the padding. Pass "
-                    "layout.stored(params) of the whole tree after the batch, or give this part a layout of its own "
+                    "layout.stored(params) of the full tree after the batch, or give this part a layout of its own "
                     "(zerojax.partition) and pass that layout's stored(part)"
                 )
 

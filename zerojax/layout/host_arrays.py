@@ -1,8 +1,8 @@
 """Arrays of this process, and arrays of the whole job: from one to the other without sending what is already there.
 
-`jax.device_put` of a host array to a sharding over several processes sends the whole array to every one of them, to
+`jax.device_put` of a host array to a sharding over several processes sends the full array to every one of them, to
 compare it, and on some versions returns a malformed array where each process has one device. Every process holds the
-value here: each device takes its part of it, and nothing is sent but a checksum. Knows nothing of layouts.
+value here: each device takes its part of it, and nothing is sent but a checksum.
 """
 
 from __future__ import annotations
@@ -52,6 +52,18 @@ def place_whole(x: Any, sharding: NamedSharding | None) -> jax.Array:
     host = np.asarray(x)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def place_slices(source: np.ndarray, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of which every device reads its slice of a source (a mapped file) alone; longer is filled with zeros."""
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        part = np.asarray(source[index]).astype(dtype)
+        wanted = [len(range(n)[i]) for n, i in zip(shape, index, strict=True)]
+        missing = [(0, n - m) for n, m in zip(wanted, part.shape, strict=True)]
+        return np.pad(part, missing) if any(after for _, after in missing) else part
+
+    return jax.make_array_from_callback(shape, sharding, read)
 
 
 def check_same_values(what: str, tree: Tree) -> None:

@@ -1,4 +1,4 @@
-"""The command `zerojax`: `zerojax plan MODEL ...` plans training steps for a cluster that is not there.
+"""The command `zerojax`: `zerojax plan MODEL ...` plans training steps, compiled ahead of time for a target cluster.
 
 MODEL is `gpt:7.5b`, `gpt:18b`, `gpt:128b`, `gpt:1t`, or `MODULE:FUNCTION`, a function without arguments that returns
 the loss, the shapes and the optimizer: `(loss_fn, params_shapes, batch_shapes, tx)`, or a `Workload` of
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO for JAX")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
-        "plan", help="memory, traffic and time of a training step on a cluster that is not there", description=__doc__,
+        "plan", help="memory, traffic and time of a training step on a target cluster", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = plan.add_argument

@@ -22,6 +22,7 @@ from zerojax.planner.advice import (
     NICKNAMES,
     judge_by_replays,
     judge_technique,
+    network_advice,
     plain_config,
     recommend,
     with_technique,
@@ -64,7 +65,7 @@ def plan(
     progress: Progress | None = None,
     name: str = "model",
 ) -> Plan:
-    """Plans training steps for a cluster that is not there: memory, traffic, time, and what to do about them.
+    """Plans training steps, compiled ahead of time for a target cluster: memory, traffic, time, and what to do.
 
     Args:
         loss_fn: as for `zerojax.value_and_grad`.
@@ -170,6 +171,7 @@ def _plan_of(planner: ConfigPlanner, configs: list[ZeroConfig], lacking: str) ->
     if not flops:
         flops, source = planner.flops * planner.microbatches, "traced loss"
     chosen, why = recommend(plans, planner.capacity)
+    why = "; ".join(filter(None, (why, network_advice(plans, planner.links))))
     leaves = jax.tree.leaves(workload.params)
     sizes = [math.prod(x.shape) for x in leaves]
     widths = [

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.collectives.plain import gather_bytes
 from zerojax.collectives.select import has_secondary, layout_collectives
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.uses import LeafUse
@@ -132,9 +133,8 @@ class _LeafTraffic:
             if stage == 1:
                 found += self._reductions(once, p, 1)
             if stage < 3:
-                count = p.num_shards
-                received = p.shard_bytes * (count - 1)
-                found.append(self._move("update", "all-gather", p.axes, p.dtype.name, False, received, 1))
+                for axis, received in gather_bytes(p, self.sizes).items():
+                    found.append(self._move("update", "all-gather", (axis,), p.dtype.name, False, received, 1))
         return found
 
     def _gathers(self, use: LeafUse) -> list[Traffic]:
@@ -144,7 +144,7 @@ class _LeafTraffic:
         quantized = config.quantize_weights if part.is_quantized else None
         name = _wire_name(quantized, use.dtype)
         has_held = has_secondary(self.layout)
-        # Levels are read and floats written for the whole leaf, the reverse for the shard.
+        # Levels are read and floats written for the full leaf, the reverse for the shard.
         first = part.axes[0]
         message = by_axis[first] // (self.sizes[first] - 1)
         passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
@@ -166,7 +166,7 @@ class _LeafTraffic:
         pair = config.quantize_gradients if part.is_quantized else None
         plain = jnp.dtype(config.grad_dtype) if config.grad_dtype else part.dtype
         by_axis = self.collectives.reduce_bytes(part, self.sizes)
-        # Reduced where it arises, or whole gradients after the backward pass.
+        # Reduced where it arises, or full gradients after the backward pass.
         phase = "backward" if self.layout.stage >= 2 and part.is_sharded else "update"
         kind = "all-to-all" if pair else "reduce-scatter" if part.is_sharded else "all-reduce"
         found = []
