@@ -73,7 +73,7 @@ def is_traced(x: Any) -> bool:
 
 def is_eager(values: Sequence[Any]) -> bool:
     """Whether a call on these values is made outside of every trace, and compilation is not turned off."""
-    if jax.config.jax_disable_jit or any(map(is_traced, values)):
+    if getattr(jax.config, "jax_disable_jit", False) or any(map(is_traced, values)):
         return False
     try:
         from jax._src.core import trace_state_clean
