@@ -47,6 +47,7 @@ class Scope:
             different loops, and under activation checkpointing recomputation and VJP should share one gather.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
+        total: number of elements of all stored parameters of the program; 0: not known.
         keeps_values: whether what is computed here waits for the backward pass: not under activation checkpointing, nor
             where there is none.
     """
@@ -59,8 +60,10 @@ class Scope:
         min_loop_size: int = 0,
         fed_back: dict[str, object] | None = None,
         keeps_values: bool = False,
+        total: int = 0,
     ) -> None:
         self.collectives = collectives
+        self.total = total
         self.keeps_values = keeps_values
         self.fed_back = {} if fed_back is None else fed_back
         self.barrier = barrier
@@ -73,7 +76,7 @@ class Scope:
         """A scope for the body of a loop or of a checkpointed function."""
         return Scope(
             self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            keeps_values=self.keeps_values and not checkpointed,
+            keeps_values=self.keeps_values and not checkpointed, total=self.total,
         )  # fmt: skip
 
     def enter(
