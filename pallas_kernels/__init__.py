@@ -15,23 +15,39 @@
 
 No kernel has run on a GPU yet: by default XLA runs every op, and `prefer_kernels()` asks for the kernels.
 Bits are equal on one device. A CPU takes subnormal numbers for zero, a GPU does not: below 2**-126 their signs differ.
-"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.1x the ideal, and fewer
-issue slots than memory time on an H100, but for rotations with stochastic rounding or to e2m1 and for sums from e2m1 to
-e2m1; ``python -m pallas_kernels.survey`` counts every variant. Modelled on an H100 for a leaf of 8192 x 8192 in
+"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.01x the ideal, and at least
+28 KiB of reads in flight in each multiprocessor. Modelled on an H100 for a leaf of 8192 x 8192 in
 bfloat16 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launches of the compiled program):
 
-| op | XLA | kernel | preferred |
-|---|---|---|---|
-| quantize int8 / int4 with e4m3 scales | 1.7x, 3 / 2.1x, 5 launches | 1.00x, 1 launch | kernel |
-| quantize int4, rotated | 7.4x, 4 launches | 1.00x, 1 launch | kernel |
-| quantize_slices int4, stochastic, residual | 2.1x, 6 launches | 1.00x, 1 launch | kernel |
-| dequantize | 1.00x, 1 launch | none | XLA |
-| dequantize int4, rotated | 4.2x, 2 launches | 1.00x, 1 launch | kernel |
-| dequantize_sum int8 / int4 with e4m3 scales | 1.04x / 1.24x, 2 launches | 1.00x, 1 launch | kernel |
-| dequantize_sum_quantize | 2.1x to 2.8x, 4 to 6 launches | 1.00x, 1 launch | kernel |
+| op | XLA | kernel |
+|---|---|---|
+| quantize int8 / int4 with e4m3 scales | 1.71x, 3 / 2.08x, 5 launches | 1.00x, 1 launch |
+| quantize int4, rotated by 32 | 7.43x, 4 launches | 1.00x, 1 launch |
+| quantize_slices int4 e4m3, stochastic, with residual | 2.13x, 6 launches | 1.00x, 1 launch |
+| dequantize int8 | 1.00x, 1 launch | none |
+| dequantize int4, rotated by 32 | 4.16x, 2 launches | 1.00x, 1 launch |
+| dequantize_sum int8 / int4 e4m3 | 1.04x / 1.24x, 2 launches | 1.00x, 1 launch |
+| dequantize_sum_quantize int8 to int4 / int4 to int4 | 2.09x, 6 / 2.82x, 4 launches | 1.00x, 1 launch |
+| quantize_slices int8, then the messages of an all-to-all | 1.72x, 3 launches | 1.01x, 2 launches |
+| received messages, then dequantize_sum_quantize int8 to int4 | 2.09x, 6 launches | 1.03x, 2 launches |
 
-`pack_bytes` and `unpack_bytes` add a copy of the payload each to a kernel, `pack_apart` of the scales alone; XLA fuses
-packing into its own program.
+The last two rows are what the gradient reduction does around an all-to-all: XLA writes payload and scales as one
+message; a kernel writes arrays of its own, so they travel as two messages, and only the scales are copied
+(`pack_apart`; `pack_bytes` and `unpack_bytes` would add a copy of the payload each). On JAX 0.11 a preferred kernel
+costs a gather: the compiler does not merge two equal kernels, so that without a secondary partition a weight which
+activation checkpointing needs again travels three times instead of two.
+
+An H100 takes longer to issue the instructions than to move the bytes only where quantising rotates with stochastic
+rounding or to e2m1, and where 8 contributions of e2m1 are summed and quantised to e2m1 (up to 1.55x). All variants of
+quantising (``python -m pallas_kernels.survey``, H100, JAX 0.12.0.1, 2026-11-30):
+
+| formats | variants | registers a thread | issue over memory time |
+|---|---|---|---|
+| not rotated, blocks up to 1024 | 336 | up to 64 in 316, 80 | up to 0.95 |
+| not rotated, blocks of 2048 | 24 | up to 118 | up to 0.81 |
+| rotated, blocks up to 1024 | 528 | up to 83, with residual 124 | up to 1.16, e2m1 1.34 |
+| rotated, blocks of 2048 | 48 | up to 210 | up to 1.14, e2m1 1.32 |
+
 XLA alone does: leaves whose contiguous run per slice is no multiple of the block (of the tile of 1024 with e4m3
 scales) or is a single one, sums of padded slices, and sums requantised in larger blocks than they came in, int4 in
 smaller ones, blocks of 2048 with e4m3 scales.

@@ -11,6 +11,8 @@ import jax
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 MOSAIC_INTERPRETS = VERSION >= (0, 11)
 MOSAIC_ON_AMPERE = VERSION >= (0, 11)
+# The pass that runs the assembler is registered once, with the compute capability of the first kernel.
+ONE_ASSEMBLER_A_PROCESS = VERSION >= (0, 11)
 
 _assumed: list[tuple[int, int]] = []
 

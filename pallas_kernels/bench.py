@@ -21,9 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels import absent_gpu, backend, sass
-from pallas_kernels.absent_gpu import has_nvidia_gpu
-from pallas_kernels.mosaic import gpu as mosaic_gpu
+from pallas_kernels import absent_gpu, backend, gpus, mosaic, sass
 from pallas_kernels.program_bytes import moved_bytes
 
 SHAPES = {
@@ -72,11 +70,11 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
     leaf = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
     rows = []
     for fmt in (INT8, INT4_TILED, INT4_ROTATED):
-        plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, None, (), fmt, False, False)
+        plan = mosaic.plan_quantize(shape, leaf.dtype, None, (), fmt, False, False)
         rows.append(Op(f"quantize {fmt}", functools.partial(pk.quantize, fmt=fmt), (leaf,), plan, size))
     stochastic = {"rounding": "stochastic", "seed": 1, "with_residual": True}
     slices = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, fmt=INT4_TILED, **stochastic)
-    plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, 0, (COUNT,), INT4_TILED, True, True)
+    plan = mosaic.plan_quantize(shape, leaf.dtype, 0, (COUNT,), INT4_TILED, True, True)
     rows.append(Op("quantize_slices int4 +sr +residual", slices, (leaf,), plan, size))
     one = (shape[0] // COUNT, *shape[1:])
 
@@ -86,14 +84,14 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
 
     part = size // COUNT
     rows.append(Op(f"dequantize {INT8}", pk.dequantize, (received(INT8),), None, size))
-    plan = mosaic_gpu.plan_sum((1, COUNT), one, INT4_ROTATED, leaf.dtype, 1.0, clamp=True)
+    plan = mosaic.plan_sum((1, COUNT), one, INT4_ROTATED, leaf.dtype, 1.0, clamp=True)
     rows.append(Op(f"dequantize {INT4_ROTATED}", pk.dequantize, (received(INT4_ROTATED),), plan, size))
     for fmt in (INT8, INT4_TILED):
-        plan = mosaic_gpu.plan_sum((COUNT,), one, fmt, jnp.dtype("float32"), 1.0)
+        plan = mosaic.plan_sum((COUNT,), one, fmt, jnp.dtype("float32"), 1.0)
         rows.append(Op(f"dequantize_sum {COUNT}x {fmt}", pk.dequantize_sum, (received(fmt),), plan, part))
     for source, fmt in ((INT8, INT4_TILED), (INT4, INT4)):
         fused = functools.partial(pk.dequantize_sum_quantize, fmt=fmt)
-        plan = mosaic_gpu.plan_sum_quantize((COUNT,), one, source, fmt, 1.0, False, None, False)
+        plan = mosaic.plan_sum_quantize((COUNT,), one, source, fmt, 1.0, False, None, False)
         rows.append(Op(f"dequantize_sum_quantize {COUNT}x {source} -> {fmt}", fused, (received(source),), plan, part))
     return [*rows, *_with_messages(leaf, one)]
 
@@ -113,8 +111,8 @@ def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]
     payload = INT8.num_blocks(size // COUNT) * INT8.block_bytes
     rest = INT8.message_bytes(size // COUNT) - payload
     received = tuple(jax.ShapeDtypeStruct((COUNT, width), jnp.uint8) for width in (payload, rest))
-    sent = mosaic_gpu.plan_quantize(leaf.shape, leaf.dtype, 0, (COUNT,), INT8, False, False)
-    fused = mosaic_gpu.plan_sum_quantize((COUNT,), one, INT8, INT4_TILED, 1.0, False, None, False)
+    sent = mosaic.plan_quantize(leaf.shape, leaf.dtype, 0, (COUNT,), INT8, False, False)
+    fused = mosaic.plan_sum_quantize((COUNT,), one, INT8, INT4_TILED, 1.0, False, None, False)
     return [
         Op(f"quantize_slices {INT8}, messages", send, (leaf,), sent, size),
         Op(f"messages, d_sum_q {COUNT}x {INT8} -> {INT4_TILED}", receive, received, fused, size // COUNT),
@@ -123,18 +121,18 @@ def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]
 
 def model(op: Op, implementation: str, gpu: str) -> str:
     """One row without a GPU: counts of the compiled program and the modelled time."""
-    ideal, facts = op.ideal_bytes(), absent_gpu.GPUS[gpu]
+    ideal, facts = op.ideal_bytes(), gpus.TARGETS[gpu]
     arrays, tree = jax.tree.flatten(op.arguments)
     call = lambda *arrays: op.function(*jax.tree.unflatten(tree, arrays), implementation=implementation)  # noqa: E731
     with sass.dumping() as place:
         compiled = absent_gpu.compile_for(call, arrays, gpu)
         codes = sass.read(place, op.plan.programs.trips if op.plan and op.plan.programs else 1)
     total, kernels = moved_bytes(compiled.as_text())
-    memory = total / facts.bandwidth
+    memory = total / facts.memory_bandwidth
     cells = [f"{ideal / 1e6:9.1f}", f"{total / 1e6:9.1f}", f"{total / ideal:5.2f}", f"{kernels:3d}"]
     if codes and codes[0].instructions is not None:
         per_element = codes[0].instructions_per_element(op.plan.programs) or 0.0
-        issue = per_element * op.elements / sass.ISSUE_LANES / facts.cores / (facts.sustained_ghz * 1e9)
+        issue = per_element * op.elements / sass.ISSUE_LANES / facts.core_count / (sass.sustained_ghz(facts) * 1e9)
         bound = "issue" if issue > memory else "memory"
         kernel = (codes[0].bytes_moved(op.plan.programs) or 0.0) / 1e6
         counted = f"{bound} ({per_element:.1f} instr/elem, {kernel:.1f} MB by machine code)"
@@ -172,15 +170,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["70b-attention"])
-    parser.add_argument("--gpu", choices=absent_gpu.GPUS, default="h100", help="GPU to compile for if none is here")
+    parser.add_argument("--gpu", choices=gpus.TARGETS, default="h100", help="GPU to compile for if none is here")
     options = parser.parse_args(arguments)
-    if not has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
+    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # the CUDA plugin is here to compile, and would look for CUDA
     here = jax.devices()[0]
     on_gpu = here.platform == "gpu"
     if not on_gpu and (missing := absent_gpu.plugin_missing()):
         parser.error(missing)
-    print(f"jax {jax.__version__}, {here.device_kind if on_gpu else absent_gpu.GPUS[options.gpu].name + ' (absent)'}")
+    print(f"jax {jax.__version__}, {here.device_kind if on_gpu else gpus.TARGETS[options.gpu].name + ' (absent)'}")
     copy_rate = 0.0
     if on_gpu:
         block = jnp.zeros(1 << 28, jnp.float32)

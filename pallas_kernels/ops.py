@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import backend, numerics, reference, slices
+from pallas_kernels import backend, mosaic, numerics, reference, slices
 from pallas_kernels.array import QuantFormat, QuantizedArray, Rounding, check_float, check_output_dtype
 from pallas_kernels.backend import Plan
-from pallas_kernels.mosaic import gpu as mosaic_gpu
 
 INT8, INT4 = QuantFormat(8, 128), QuantFormat(4, 128)
 
@@ -143,7 +142,7 @@ def _quantize(
             residual = residual if dim is None else slices.from_slices(residual, dim, len(lead))
         return (*stored, residual)
 
-    plan = mosaic_gpu.plan_quantize(x.shape, x.dtype, dim, lead, fmt, hashed_seed is not None, with_residual)
+    plan = mosaic.plan_quantize(x.shape, x.dtype, dim, lead, fmt, hashed_seed is not None, with_residual)
     qvalue, scale, tile_scale, residual = backend.run(
         "quantize", implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
     )
@@ -196,7 +195,7 @@ def dequantize(
         plan = Plan(("without a rotation XLA already moves the ideal bytes, there is no kernel; use 'xla'",))
     else:
         # A sum of one contribution.
-        plan = mosaic_gpu.plan_sum((1, *q.lead), q.shape, q.format, dtype, 1.0, clamp=True)
+        plan = mosaic.plan_sum((1, *q.lead), q.shape, q.format, dtype, 1.0, clamp=True)
     stored = (q.qvalue, q.scale, q.tile_scale)
 
     def kernel(*stored: jax.Array | None, interpret: bool) -> jax.Array:
@@ -259,7 +258,7 @@ def dequantize_sum(
         total = reference.sum_blocks(qvalue, scale, tile_scale, q.format)
         return slices.from_blocks(reference.rotate(total, q.format.rotate, factor), q.shape).astype(dtype)
 
-    plan = mosaic_gpu.plan_sum(q.lead, q.shape, q.format, dtype, factor)
+    plan = mosaic.plan_sum(q.lead, q.shape, q.format, dtype, factor)
     return backend.run(
         "dequantize_sum", implementation, interpret, plan.problems, plain, plan.run, q.qvalue, q.scale, q.tile_scale
     )
@@ -327,7 +326,7 @@ def dequantize_sum_quantize(
 
     addend_dtype = None if addend is None else addend.dtype
     stochastic = hashed_seed is not None
-    plan = mosaic_gpu.plan_sum_quantize(q.lead, q.shape, q.format, fmt, factor, stochastic, addend_dtype, with_residual)
+    plan = mosaic.plan_sum_quantize(q.lead, q.shape, q.format, fmt, factor, stochastic, addend_dtype, with_residual)
     qvalue, scale, tile_scale, residual = backend.run(
         "dequantize_sum_quantize", implementation, interpret, plan.problems, plain, plan.run,
         q.qvalue, q.scale, q.tile_scale, addend, hashed_seed,

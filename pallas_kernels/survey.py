@@ -17,10 +17,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import absent_gpu, ops, sass
+from pallas_kernels import absent_gpu, gpus, mosaic, ops, sass
 from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.backend import Plan
-from pallas_kernels.mosaic import gpu as mosaic_gpu
 
 ELEMENTS = 1 << 20
 """Of a leaf, or of each contribution to a sum."""
@@ -84,12 +83,10 @@ class Variant:
         shape, lead = (1, ELEMENTS), (self.count,)
         if self.op == "quantize":
             cut = (0, (4, 2)) if self.slices else (None, ())
-            return mosaic_gpu.plan_quantize(self.leaf, self.dtype, *cut, self.fmt, self.stochastic, self.residual)
+            return mosaic.plan_quantize(self.leaf, self.dtype, *cut, self.fmt, self.stochastic, self.residual)
         if self.op == "sum":
-            return mosaic_gpu.plan_sum(lead, shape, self.source, jnp.dtype(self.dtype), 1.0)
-        return mosaic_gpu.plan_sum_quantize(
-            lead, shape, self.source, self.fmt, 1.0, self.stochastic, None, self.residual
-        )
+            return mosaic.plan_sum(lead, shape, self.source, jnp.dtype(self.dtype), 1.0)
+        return mosaic.plan_sum_quantize(lead, shape, self.source, self.fmt, 1.0, self.stochastic, None, self.residual)
 
     @property
     def bytes_read(self) -> float:
@@ -162,7 +159,7 @@ def cost(variant: Variant, code: sass.KernelCode, gpu: str) -> Cost:
     instructions, moved = code.instructions_per_element(programs), code.bytes_moved(programs)
     if instructions is None or moved is None:
         raise RuntimeError(sass.disassembler_missing())
-    memory, issue = sass.bound(absent_gpu.GPUS[gpu], variant.ideal_bytes, instructions)
+    memory, issue = sass.bound(gpus.TARGETS[gpu], variant.ideal_bytes, instructions)
     in_flight = code.resident_programs * programs.elements * variant.bytes_read
     ratio = moved / (variant.ideal_bytes * ELEMENTS)
     return Cost(code.registers, code.spill_bytes, ratio, issue / memory, in_flight)
@@ -172,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a row a variant, then the worst of each column."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.survey", description=__doc__)
     parser.add_argument("--op", choices=["quantize", "sum", "sum_quantize"], default="quantize")
-    parser.add_argument("--gpu", choices=absent_gpu.GPUS, default="h100")
+    parser.add_argument("--gpu", choices=gpus.TARGETS, default="h100")
     parser.add_argument("--only", default="", help="variants whose name has this text in it")
     options = parser.parse_args(arguments)
     if missing := absent_gpu.plugin_missing() or sass.disassembler_missing():
@@ -180,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not absent_gpu.has_nvidia_gpu():
         jax.config.update("jax_platforms", "cpu")
     columns = "registers, spilled bytes, moved / ideal bytes, issue / memory time, KiB in flight"
-    print(f"jax {jax.__version__}, {absent_gpu.GPUS[options.gpu].name} (absent): {columns}")
+    print(f"jax {jax.__version__}, {gpus.TARGETS[options.gpu].name} (absent): {columns}")
     costs = []
     for variant in variants(options.op):
         if options.only not in str(variant):

@@ -17,13 +17,14 @@ MOST_LINES = 400
 # root: the configuration and what differs between JAX versions.
 FOLDERS: dict[str, tuple[str, set[str]]] = {
     "": ("configuration, JAX versions", set()),
-    "layout": ("where leaves live", {""}),
+    "hosts": ("processes agree", {""}),
+    "layout": ("where leaves live", {"", "hosts"}),
     "collectives": ("how leaves move", {"", "layout"}),
     "gather": ("gather on use", {"", "layout", "collectives"}),
-    "gradients": ("loss to gradients", {"", "layout", "collectives", "gather"}),
-    "optimizer": ("optax on shards", {"", "layout"}),
-    "training": ("step and state", {"", "layout", "gradients", "optimizer"}),
-    "checkpoints": ("state on disk", {"", "layout", "gradients", "optimizer", "training"}),
+    "gradients": ("loss to gradients", {"", "hosts", "layout", "collectives", "gather"}),
+    "optimizer": ("optax on shards", {"", "hosts", "layout"}),
+    "training": ("step and state", {"", "hosts", "layout", "gradients", "optimizer"}),
+    "checkpoints": ("state on disk", {"", "hosts", "layout", "gradients", "optimizer", "training"}),
     "hlo": ("reads compiled programs", set()),
 }
 FOLDERS["planner"] = ("predicts a step", FOLDERS.keys() - {"checkpoints"})

@@ -128,3 +128,17 @@ def jax_line() -> tuple[int, int]:
 def has_explicit_axes(mesh: jax.sharding.Mesh) -> bool:
     """Whether any axis of the mesh carries its sharding in the array type (explicit sharding)."""
     return any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+
+
+def coordination_client() -> Any | None:
+    """The client of the job's coordination service (texts by key, time limits); None in a job of one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def versions() -> str:
+    """The versions of JAX and its compiler, for comparing processes."""
+    import jaxlib
+
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"

@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels import _compat, numerics, scale_rounding
 from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.bits import bits_of, float_of
-from pallas_kernels.mosaic import registers as mosaic_registers
+from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
 from pallas_kernels.mosaic.rotate import Stage, rotate_parts, stages
 
@@ -212,7 +212,7 @@ def scales(
         largest_needed = jnp.max(largest_needed, axis=axis)
     tile = scale_rounding.round_tile_scale(largest_needed, fmt.qmax)
     wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
-    inverse = mosaic_registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
+    inverse = registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
     inverse = spread(scale_rounding.tile_inverse(inverse), chunk.dims[:-1], chunk.row_layout)
     code = scale_rounding.e4m3_code(needed, inverse, magnitude)
     value = jnp.where(finite, scale_rounding.e4m3_value(code), np.float32(1.0))
@@ -243,7 +243,7 @@ def store_quantized(
     """
     fmt, target = chunk.fmt, chunk.part_layout
     magnitude, effective, mask, stored, tile = scales(parts, chunk, unit, interpret)
-    inverse = mosaic_registers.reciprocal(effective, chunk.row_layout, interpret)
+    inverse = registers.reciprocal(effective, chunk.row_layout, interpret)
     inverse = scale_rounding.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
     inverse = spread(inverse * np.float32(1 / unit), chunk.part_dims, target)
     keep = spread(mask, chunk.part_dims, target)
@@ -260,7 +260,7 @@ def store_quantized(
     mask_bytes = fmt.bits == 4 and not interpret
     for i, part in enumerate(parts):
         if mask_bytes:
-            y = mosaic_registers.product(part, inverse, target)
+            y = registers.product(part, inverse, target)
         else:
             y = float_of(bits_of(part * inverse) & keep)
         # A part is kept for its residual, and y need not be.

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_formats import INT4_TILED
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, backend, survey
-from pallas_kernels.mosaic import gpu as mosaic_gpu
+from pallas_kernels import _compat, absent_gpu, backend, mosaic, survey
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 1024)), jnp.float32)
 KERNEL_MARK = "mosaic_gpu"
@@ -143,12 +142,12 @@ def test_every_format_has_a_kernel_for_a_large_leaf_and_every_pair_one_or_a_reas
     formats, elements = list(survey.formats()), 1 << 16
     for fmt in formats:
         for stochastic, residual in itertools.product((False, True), repeat=2):
-            plan = mosaic_gpu.plan_quantize((elements,), "bfloat16", None, (), fmt, stochastic, residual)
+            plan = mosaic.plan_quantize((elements,), "bfloat16", None, (), fmt, stochastic, residual)
             assert not plan.problems, (fmt, plan.problems)
             assert plan.programs.count * plan.programs.elements >= elements
-        assert not mosaic_gpu.plan_sum((3,), (elements,), fmt, jnp.dtype("float32"), 1.0).problems, fmt
+        assert not mosaic.plan_sum((3,), (elements,), fmt, jnp.dtype("float32"), 1.0).problems, fmt
     for source, fmt in itertools.product(formats, repeat=2):
-        plan = mosaic_gpu.plan_sum_quantize((3,), (elements,), source, fmt, 1.0, False, None, False)
+        plan = mosaic.plan_sum_quantize((3,), (elements,), source, fmt, 1.0, False, None, False)
         if plan.problems:
             assert all("block" in problem or "program" in problem for problem in plan.problems), (source, fmt, plan)
         else:

@@ -27,6 +27,13 @@ from zerojax.gradients.local import (
     split_outputs,
 )
 from zerojax.gradients.outputs import check_loss, check_model_state
+from zerojax.gradients.stored_arguments import (
+    argument_specs,
+    gathering_arguments,
+    logical_arguments,
+    marked_arguments,
+    without_gradient,
+)
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 
@@ -61,8 +68,9 @@ def value_and_grad(
 
     Returns:
         A function of (params in stored form, batch, *rest) that returns (loss, grads), or ((loss, aux), grads). `batch`
-        is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, and PRNG keys
-        in it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device. The loss
+        is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, PRNG keys in
+        it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device, and further
+        parameters in stored form (a teacher, a target network) are marked by `Layout.stored`. The loss
         is the global mean, the same on every device. Gradients: whole at stage 0, else this device's shards (padded
         form), in the dtype of the parameter; None for leaves that are not trained. With
         `ZeroConfig(error_feedback=True)` the function takes `feedback=` (from `init_feedback`) and returns the new
@@ -134,8 +142,9 @@ def gradient_function(
         model_state: Tree = None,
     ) -> Gradients:
         layout.check(params, stored=True)
-        batch_specs = batches.batch_specs(batch, layout, microbatches)
         batches.check_rest(rest)
+        rest = without_gradient(marked_arguments(batch, rest, model_state, layout))
+        batch_specs = batches.batch_specs(batch, layout, microbatches)
         rest = (model_state, *rest) if mutable else rest
         shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
         check_loss(shapes, has_aux or mutable, weighted)
@@ -151,18 +160,20 @@ def gradient_function(
         def local(params: Tree, batch: Tree, rest: Any, lost: list[Any], scale: Any) -> Gradients:
             lost = [None if x is None else x[0] for x in lost]  # the dim over nodes has one entry here
             out = local_gradients(
-                loss_fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout), lost, scale, kind
-            )
+                gathering_arguments(loss_fn), layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout),
+                lost, scale, kind,
+            )  # fmt: skip
             return out._replace(feedback=[None if x is None else x[None] for x in out.feedback])
 
         everywhere = PartitionSpec()
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         grad_specs = [_spec(p, layout.stage >= 1) if p.trainable else None for p in layout.leaves]
-        in_specs = (param_specs, batch_specs, everywhere, lost_specs, everywhere)
+        rest_specs = argument_specs(rest)
+        in_specs = (param_specs, batch_specs, rest_specs, lost_specs, everywhere)
         out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, lost_specs, everywhere)  # type: ignore[arg-type]
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
-        batch, (rest, loss_scale) = batches.on_mesh(batch, batch_specs, layout), _whole((rest, loss_scale), layout)
-        out = run_locally(params, batch, rest, lost, loss_scale)
+        batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
+        out = run_locally(params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
             grads=layout.treedef.unflatten(out.grads),
             feedback=layout.treedef.unflatten(out.feedback) if carries else None,
@@ -198,17 +209,21 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
 
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
         layout.check(params, stored=True)
-        batch_specs = batches.batch_specs(batch, layout)
         batches.check_rest(rest)
+        rest = without_gradient(marked_arguments(batch, rest, None, layout))
+        batch_specs, rest_specs = batches.batch_specs(batch, layout), argument_specs(rest)
         out_specs = batches.output_specs(_output_shapes(fn, layout, batch, rest), batch, layout)
 
         def local(params: Tree, batch: Tree, rest: Any) -> Tree:
-            out = forward(fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
+            on_device = gathering_arguments(fn)
+            out = forward(on_device, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
             return batches.average_outputs(out, out_specs, layout)
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
-        return _over_data_axes(layout, local, (param_specs, batch_specs, PartitionSpec()), out_specs)(
-            _not_differentiated(params), batches.on_mesh(batch, batch_specs, layout), _whole(rest, layout)
+        return _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs)(
+            _not_differentiated(params),
+            batches.on_mesh(batch, batch_specs, layout),
+            batches.on_mesh(rest, rest_specs, layout),
         )
 
     return run
@@ -216,11 +231,11 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
 
 def _output_shapes(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1) -> Tree:
     """Shapes of the function's outputs on one device, traced where the data axes can be named."""
-    local_batch = batches.local_shapes(batch, layout, microbatches)
+    local_batch, shown = batches.local_shapes(batch, layout, microbatches), logical_arguments(rest)
     found: list[Tree] = []
 
     def probe() -> None:
-        found.append(jax.eval_shape(lambda p, b, r: fn(p, b, *r), layout.logical_shapes(), local_batch, rest))
+        found.append(jax.eval_shape(lambda p, b, r: fn(p, b, *r), layout.logical_shapes(), local_batch, shown))
 
     jax.eval_shape(_over_data_axes(layout, probe, (), None))
     return found[0]

@@ -26,6 +26,20 @@ from zerojax.layout.placement import Placement, pad, unpad
 Tree = Any
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
+@dataclasses.dataclass(frozen=True)
+class StoredParams:
+    """Parameters that say under which layout they are stored; made by `Layout.stored`. A pytree of their arrays.
+
+    Attributes:
+        tree: parameters in stored form, in any dtype.
+        layout: their layout.
+    """
+
+    tree: Tree
+    layout: Layout
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """A mesh, a configuration and one Placement per parameter leaf.
@@ -119,6 +133,30 @@ class Layout:
             return jax.device_put(x, sharding)
 
         return self._map(put, params)
+
+    def stored(self, tree: Tree) -> StoredParams:
+        """Marks parameters in stored form as such, for arguments after the batch: teachers, target networks, GANs.
+
+        `value_and_grad`, `apply` and the step of `make_train_step` gather them where the loss uses them, in logical
+        shape and without a gradient; the loss sees the plain tree. The layout may be another one on the same mesh.
+
+        Args:
+            tree: in stored form, of any dtypes: an average of `TrainState.params`, say.
+
+        Raises:
+            ValueError: the tree is not in this layout's stored form.
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"w": jnp.ones((7,))}, mesh, ZeroConfig(min_shard_size=0))
+        >>> params = layout.shard({"w": jnp.ones((7,))})
+        >>> average = jax.tree.map(lambda old, new: 0.5 * old + 0.5 * new, params, params)
+        >>> loss = lambda params, batch, teacher: jnp.mean((batch @ params["w"] - batch @ teacher["w"]) ** 2)
+        >>> float(zerojax.value_and_grad(loss, layout)(params, jnp.ones((8, 7)), layout.stored(average))[0])
+        0.0
+        """
+        self.check(tree, stored=True if self.stage >= 3 else None, what="stored params")
+        return StoredParams(tree, self)
 
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.

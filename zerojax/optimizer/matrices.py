@@ -12,7 +12,9 @@ device; 5 Newton-Schulz steps take 20 m^2 n + 10 m^3 operations for each matrix,
   would have to send the result back (2 m n) while the others wait, so this is never slower.
 
 For a stack the gather would bring B m n elements and repeat all the work N times; from B = 2 on it never moves less.
-Knows nothing of particular optimizers: it recognises products of two matrices and decompositions.
+No optimizer is known by name: products of two matrices and decompositions are recognised. For three stacks and three
+single matrices on 2 x 8 H100 (tests/optimizer/test_whole_matrices.py) each GPU receives 19 MB per update in 7
+collectives; partitioned by the compiler alone, 603 MB in 46 (JAX 0.12.0.1).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ slices local. Gradients may come full (the user's own `jax.grad`: the constraint
 where they arise) or sharded (`zerojax.value_and_grad`). Parameters stored in a narrow dtype get a master copy in the
 state (arXiv 1910.02054, section 3.1). A transformation that does more than map gradients to updates (expects
 per-example gradients, grows its state in the first update) is refused by its shapes before anything is computed.
+Every transformation of optax and optax.contrib 0.2.8 is tried in tests/optimizer/test_optimizer_battery.py; refused are
+those that take per-example gradients, `measure_with_ema` alone, and `monitor`.
 """
 
 from __future__ import annotations
