@@ -95,7 +95,10 @@ def custom_vjp_rule(eqn: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return list(out[count:]), list(out[:count]), list(forwarded)
 
     def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return [x if hasattr(x, "shape") else None for x in bwd.call_wrapped(*residuals, *cotangents)]
+        found = bwd.call_wrapped(*residuals, *cotangents)
+        if isinstance(found, tuple):  # since 0.12 with what the rule logs
+            found, _ = found
+        return [x if hasattr(x, "shape") else None for x in found]
 
     return forward, backward
 
