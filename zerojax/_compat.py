@@ -51,9 +51,15 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs one equation on new inputs, under the context (compute type, metadata) it was traced in."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
+def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Runs one equation on new inputs, under the context (compute type, metadata) it was traced in.
+
+    Args:
+        eqn: the equation.
+        args: its inputs.
+        params: its parameters; None: as it was traced.
+    """
+    bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     if isinstance(bound, tuple):  # releases before 0.10 return (subfuns, params)
         subfuns, params = bound
         args = [*subfuns, *args]

@@ -176,5 +176,65 @@ def layers_one_by_one_and_all_at_once(p, x):
     return mean(lax.scan(body, x, jnp.arange(LENGTH))[0])
 
 
+@layered
+def stack_made_of_leaves(p, x):
+    s = jnp.stack([p["w"], p["u"], p["w"] * 1])
+    return mean(layers(x, jnp.stack([p["w"], p["u"]]), p["t"][:2])) + s[0, 1, 2]
+
+
+@layered
+def stack_made_of_its_own_layers(p, x):
+    s = jnp.stack([p["s"][i] for i in (2, 0, 1)])
+    t = jnp.concatenate([lax.stop_gradient(p["t"][1])[None], p["t"][2][None], p["t"][:1]])
+    return mean(run(s, t, x))
+
+
+@layered
+def masked_stack(p, x):
+    mask = jnp.arange(12)[:, None] < jnp.arange(16)
+    return mean(run(jnp.where(mask, p["s"], 0), p["t"] * mask.T[None], x))
+
+
+@layered
+def normalised_stack(p, x):
+    s = p["s"] / jnp.linalg.norm(p["s"], axis=1, keepdims=True)
+    t = p["t"] * jax.lax.rsqrt(jnp.mean(p["t"] ** 2, axis=(1, 2)) + 1e-6)[:, None, None]
+    return mean(run(s, t, x))
+
+
+@layered
+def sum_of_two_stacks_with_a_factor_for_each_layer(p, x):
+    s = (p["s"] + 0.5 * p["t"].transpose(0, 2, 1)) * p["scale"][:, None, None]
+    return mean(lax.scan(lambda h, w: (jnp.tanh(h @ w @ w.T) * ramp(12), None), x, s)[0])
+
+
+@layered
+def narrow_masked_stack_under_checkpoint(p, x):
+    mask = jnp.tri(12, 16, dtype=bool)
+    s = jnp.where(mask, p["s"], 0).astype(jnp.bfloat16)
+
+    @jax.checkpoint
+    def body(h, st):
+        return jnp.tanh(h @ (st[0] * 2) @ st[1].astype(h.dtype)) * ramp(12, h.dtype), None
+
+    return mean(lax.scan(body, x.astype(jnp.bfloat16), (s, p["t"]))[0])
+
+
+@layered
+def masked_stack_over_an_index(p, x):
+    s = p["s"] * jnp.tri(12, 16)
+    looped = lax.fori_loop(0, LENGTH, lambda i, h: layer(h, s[i], p["t"][i] ** 2), x)
+    return mean(looped) + mean(x @ s[1]) + mean(layer(x, s[-1], p["t"][0]))
+
+
+@layered
+def normalised_weights_one_by_one(p, x):
+    for name in "wu":
+        x = jnp.tanh(x @ (p[name] / (1e-3 + jnp.sqrt(jnp.sum(p[name] ** 2, axis=0)))) @ p["v"]) * ramp(12)
+    return mean(x) + jnp.sum(p["w"] ** 2) + jnp.sum(jnp.abs(p["u"]))
+
+
 def inputs():
-    return {name: value for name, value in parameters().items() if name in "wvstb"}
+    params = {name: value for name, value in parameters().items() if name in "wvstb"}
+    scale = 1 + jax.random.normal(jax.random.key(9), (LENGTH,)) / 9
+    return {**params, "u": jax.random.normal(jax.random.key(8), (12, 16)) / 2, "scale": scale}

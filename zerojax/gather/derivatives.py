@@ -6,16 +6,17 @@ so that no whole parameter waits for it. A whole gradient is what the rule retur
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from zerojax import _compat
+from zerojax.gather.deferred import Deferred, plain
 from zerojax.gather.equation import Equation, GatherWarning, Rebuild, disassemble
 from zerojax.gather.stored import Stored, apply_with_gather
 from zerojax.gather.uses import is_layered, uses_inside
@@ -27,9 +28,12 @@ Backward = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 def custom_rule(e: Equation) -> list[Any]:
     """A `custom_vjp` or `custom_jvp` equation."""
-    layered = [is_layered(uses) for uses in uses_inside(e.eqn, e.stored, e.replicated)]
+    layered = [is_layered(uses) for uses in uses_inside(e.eqn, e.held, e.replicated)]
+    e = dataclasses.replace(e, inputs=[plain(x) if isinstance(x, Deferred) else x for x in e.inputs])
+    if not any(e.held):
+        return e.bound()(e.inputs)
     if e.eqn.primitive.name == "custom_jvp_call":
-        if not any(layered) and sum(e.stored) == 1:
+        if not any(layered) and sum(e.held) == 1:
             return apply_with_gather(e.bound(), e.inputs)
         forward, backward = _rule_of_jvp(e)
     else:
@@ -86,10 +90,10 @@ def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
         jaxpr = jax.make_jaxpr(traced)(*map(_shape, inputs))
         results = e.evaluate(jaxpr, inputs, inner, e.replicated)
         own = iter(results)
-        residuals = [next(own) if number is None else inputs[number] for number in forwarded]
+        residuals = [_unless_deferred(next(own)) if number is None else inputs[number] for number in forwarded]
         kept, again = disassemble(residuals)
         rebuild_residuals[:] = [again]
-        return [x.full() if isinstance(x, Stored) else x for x in own], kept
+        return [plain(x) for x in own], kept
 
     def bwd(kept: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
         real = [c.dtype != jax.dtypes.float0 for c in cotangents]
@@ -112,7 +116,7 @@ def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
         same = [isinstance(x, Stored) for x in residuals] + [False] * len(inexact)
         grads = iter(e.evaluate(jaxpr, [*residuals, *inexact], inner, same))
         grads = [next(grads) if is_given else None for is_given in given]
-        grads = [g.full() if isinstance(g, Stored) else g for g in grads]
+        grads = [plain(g) for g in grads]
         of_flat = [
             jax.tree.map(lambda _: None, x) if isinstance(x, tuple) else g for g, x in zip(grads, flat, strict=True)
         ]
@@ -125,6 +129,10 @@ def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
     op = jax.custom_vjp(primal)
     op.defvjp(fwd, bwd)
     return op(flat, accumulators)
+
+
+def _unless_deferred(x: Any) -> Any:
+    return plain(x) if isinstance(x, Deferred) else x
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

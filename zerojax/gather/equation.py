@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from zerojax import _compat
+from zerojax.gather.deferred import Deferred, is_held, plain
 from zerojax.gather.stored import Scope, Stored
-
 
 # Parameters gathered together that are more than this part of all are no longer one layer of many.
 _MOST_OF_A_MODEL = 0.5
@@ -33,7 +33,7 @@ class Equation:
 
     Attributes:
         eqn: the equation of the jaxpr.
-        inputs: its inputs, local arrays and `Stored` parameters.
+        inputs: its inputs, local arrays and what stands for parameters: `Stored` and `Deferred`.
         replicated: for each of them, whether its value is the same on every device.
         scope: the scope of the stored inputs.
         evaluate: (jaxpr, inputs, scope, replicated) -> outputs; runs a jaxpr that the equation holds.
@@ -46,9 +46,9 @@ class Equation:
     evaluate: Callable[[Any, Sequence[Any], Scope, Sequence[bool]], list[Any]]
 
     @property
-    def stored(self) -> list[bool]:
-        """For each input, whether it is in stored form."""
-        return [isinstance(x, Stored) for x in self.inputs]
+    def held(self) -> list[bool]:
+        """For each input, whether it stands for parameters in stored form."""
+        return [is_held(x) for x in self.inputs]
 
     def evaluate_plain(
         self, jaxpr: Any, inputs: Sequence[Any], scope: Scope, replicated: Sequence[bool]
@@ -59,11 +59,6 @@ class Equation:
     def bound(self) -> Callable[[Sequence[Any]], list[jax.Array]]:
         """The equation as a function of ordinary arrays."""
         return functools.partial(_compat.bind_equation, self.eqn)
-
-
-def plain(x: Any) -> Any:
-    """A value as an ordinary array, gathered if it is in stored form."""
-    return x.full() if isinstance(x, Stored) else x
 
 
 def warn_if_gathered_early(params: Sequence[Stored], layered: Sequence[bool], scope: Scope, why: str) -> None:
@@ -92,32 +87,36 @@ Rebuild = Callable[[Sequence[Any], Scope], list[Any]]
 
 
 def disassemble(values: Sequence[Any], *, layer: bool = False) -> tuple[list[Any], Rebuild]:
-    """Takes stored parameters apart into arrays that can cross a function boundary.
+    """Takes what is held apart into arrays that can cross a function boundary.
 
     Args:
-        values: arrays and stored parameters.
-        layer: whether what is rebuilt is one layer of each stack.
+        values: arrays, stored parameters and deferred values.
+        layer: whether what is rebuilt is one layer of each stack; not for deferred values.
 
     Returns:
-        (one array or tuple of arrays per value, a function that rebuilds the values from them in another scope).
+        (an array or pytree of arrays per value, a function that rebuilds the values from them in another scope).
     """
-    flat: list[Any] = []
-    for value in values:
-        if isinstance(value, Stored):
-            # Often one array is both: it crosses once.
-            grad_input = None if value.grad_input is value.shard else value.grad_input
-            flat.append((value.shard, grad_input, value.feedback))
-        else:
-            flat.append(value)
 
     def rebuild(arrays: Sequence[Any], scope: Scope) -> list[Any]:
-        pairs = zip(values, arrays, strict=True)
-        return [_rebuilt(v, x, scope, layer) if isinstance(v, Stored) else x for v, x in pairs]
+        return [_rebuilt(value, x, scope, layer) for value, x in zip(values, arrays, strict=True)]
 
-    return flat, rebuild
+    return [_arrays(value) for value in values], rebuild
 
 
-def _rebuilt(value: Stored, arrays: Any, scope: Scope, layer: bool) -> Stored:
+def _arrays(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return [_arrays(leaf) for leaf in value.leaves]
+    if isinstance(value, Stored):  # often one array is both: it crosses once
+        return value.shard, None if value.grad_input is value.shard else value.grad_input, value.feedback
+    return value
+
+
+def _rebuilt(value: Any, arrays: Any, scope: Scope, layer: bool) -> Any:
+    if isinstance(value, Deferred):
+        parts = iter(arrays)
+        return value.map_leaves(lambda leaf: _rebuilt(leaf, next(parts), scope, layer))
+    if not isinstance(value, Stored):
+        return arrays
     shard, grad_input, feedback = arrays
     if value.grad_input is value.shard:
         grad_input = shard

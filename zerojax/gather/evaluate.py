@@ -1,7 +1,7 @@
 """Evaluates a jaxpr with parameters in stored form, gathering each where it is used.
 
 This is how an unmodified model runs under ZeRO stage 3: the loss is traced to a jaxpr, and each equation that consumes
-a stored parameter is run by the rule of its kind (`zerojax.gather.uses.PRIMITIVES`). Casts and slices act on the shards,
+a stored parameter is run by the rule of its kind (`zerojax.gather.primitives`). Casts and slices act on the shards,
 other shape-only operations are applied after the gather, loops, branches and calls are entered, so that in a scanned
 model one layer is gathered at a time, and everything else goes through `zerojax.gather.stored.apply_with_gather`. A
 primitive that is not known is therefore always correct.
@@ -10,7 +10,6 @@ primitive that is not known is therefore always correct.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +18,13 @@ import jax.numpy as jnp
 
 from zerojax import _compat
 from zerojax.gather import regions, shards
+from zerojax.gather.deferred import apply_held, defer, is_held, params_of, plain
 from zerojax.gather.derivatives import custom_rule
-from zerojax.gather.equation import Equation, GatherWarning, plain, warn_if_gathered_early
+from zerojax.gather.equation import Equation, warn_if_gathered_early
+from zerojax.gather.primitives import PRIMITIVES, Kind, kind_of
 from zerojax.gather.replicated import Flags
-from zerojax.gather.stored import Scope, Stored, apply_with_gather
-from zerojax.gather.uses import PRIMITIVES, Kind, holds_loop, is_layered, kind_of, uses_inside
+from zerojax.gather.stored import Scope, Stored
+from zerojax.gather.uses import holds_loop, is_layered, uses_inside
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope, replicated: Sequence[bool] | None = None) -> list[Any]:
@@ -36,7 +37,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope, replicated: Sequence
         replicated: for each input, whether its value is the same on every device; None: stored ones alone.
 
     Returns:
-        Its outputs; a parameter returned as it came stays `Stored`.
+        Its outputs; a parameter returned as it came stays `Stored`, and what is computed later `Deferred`.
     """
     inner, consts = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
@@ -48,11 +49,13 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope, replicated: Sequence
 
     for eqn in inner.eqns:
         inputs, same = [read(atom) for atom in eqn.invars], flags.step(eqn)
-        if any(isinstance(x, Stored) for x in inputs):
+        if any(map(is_held, inputs)):
             with _compat.name_stack_of(eqn):
                 outputs = _RULES[kind_of(eqn, same)](Equation(eqn, inputs, same, scope, evaluate))
         else:
             outputs = _compat.bind_equation(eqn, inputs)
+            if eqn.primitive.name == "broadcast_in_dim" and same == [True] and outputs[0].size > jnp.size(inputs[0]):
+                scope.broadcasts[id(outputs[0])] = (outputs[0], eqn, inputs[0])
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in inner.outvars]
 
@@ -67,24 +70,28 @@ def evaluate_plain(
 
 def _gather_rule(e: Equation) -> list[Any]:
     """The parameters are gathered and the equation is applied."""
-    if e.scope.keeps_values and e.eqn.primitive.name == "mul":
-        for x in e.inputs:
-            if isinstance(x, Stored) and x.view and jnp.issubdtype(x.placement.dtype, jnp.integer):
-                _warn_of_dequantised(x)
     if any(True for _ in _compat.sub_jaxprs(e.eqn)):
         _warn_of_region(e)
-    return apply_with_gather(e.bound(), e.inputs)
+    return apply_held(e.bound(), e.inputs)
+
+
+def _defer_rule(e: Equation) -> list[Any]:
+    """The equation waits for the use of its result."""
+    deferred = defer(e.eqn, e.inputs, e.scope.broadcasts)
+    return _gather_rule(e) if deferred is None else [deferred]
 
 
 def _warn_of_region(e: Equation) -> None:
     kind, name = PRIMITIVES.get(e.eqn.primitive.name, Kind.GATHER), e.eqn.primitive.name
-    params = [x for x in e.inputs if isinstance(x, Stored)]
     if kind is Kind.GATHER:  # nothing is known of what it does with them
         loops = any(holds_loop(jaxpr) for jaxpr in _compat.sub_jaxprs(e.eqn))
-        layered = [loops and len(x.aval.shape) > 2 for x in params]
+        by_layer = [loops and len(v.aval.shape) > 2 for v in e.eqn.invars]
     else:
-        uses = uses_inside(e.eqn, e.stored, e.replicated)
-        layered = [is_layered(of_input) for of_input, x in zip(uses, e.inputs, strict=True) if isinstance(x, Stored)]
+        by_layer = [is_layered(uses) for uses in uses_inside(e.eqn, e.held, e.replicated)]
+    params, layered = [], []
+    for x, flag in zip(e.inputs, by_layer, strict=True):
+        params += params_of(x)
+        layered += [flag] * len(params_of(x))
     warn_if_gathered_early(params, layered, e.scope, _WHY.get(kind, f"{name} is not entered"))
 
 
@@ -96,22 +103,14 @@ _WHY = {
 }
 
 
-def _warn_of_dequantised(param: Stored) -> None:
-    warnings.warn(
-        f"params{param.placement.path} {param.placement.shape} {param.placement.dtype.name} is dequantised before its "
-        "use, and the whole result waits for the backward pass; scale after the product, (x @ q) * scale, or put both "
-        "into jax.checkpoint",
-        GatherWarning,
-        stacklevel=2,
-    )
-
-
 _RULES: dict[Kind, Callable[[Equation], list[Any]]] = {
     Kind.VIEW: shards.view_rule,
     Kind.CAST: shards.cast_rule,
     Kind.SLICE: shards.slice_rule,
     Kind.SQUEEZE: shards.squeeze_rule,
     Kind.STOP: shards.stop_rule,
+    Kind.STACK: shards.stack_rule,
+    Kind.DEFER: _defer_rule,
     Kind.CALL: regions.call_rule,
     Kind.CHECKPOINT: regions.checkpoint_rule,
     Kind.SCAN: regions.scan_rule,

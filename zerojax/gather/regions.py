@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
-from zerojax.gather.equation import Equation, GatherWarning, disassemble, plain, warn_if_gathered_early
+from zerojax.gather.deferred import Deferred, is_held, params_of, plain, without_gradient
+from zerojax.gather.equation import Equation, GatherWarning, disassemble, warn_if_gathered_early
 from zerojax.gather.stored import Cast, Scope, Stored
 from zerojax.gather.uses import LeafUse, Loop, cast_target, is_layered, uses_in
+from zerojax.layout.placement import Placement
 
 
 def call_rule(e: Equation) -> list[Any]:
@@ -47,15 +49,20 @@ def hoist_secondaries(jaxpr: Any, inputs: Sequence[Any], replicated: Sequence[bo
     """
     if scope.collectives.secondary is None:
         return list(inputs)
-    uses = uses_in(jaxpr, [isinstance(x, Stored) for x in inputs], replicated)
-    out: list[Any] = []
-    for x, of_input in zip(inputs, uses, strict=True):
-        if isinstance(x, Stored) and not x.is_secondary:
-            if (dtype := cast_target(of_input, x.placement.dtype)) != x.placement.dtype:
-                x = scope.cast(x, dtype)
-            x = scope.secondary(x, stack=int(is_layered(of_input)))
-        out.append(x)
-    return out
+
+    def hoisted(x: Any, uses: Sequence[LeafUse], stacked: bool) -> Any:
+        if isinstance(x, Deferred):
+            stacks = zip(x.leaves, x.stacked, strict=True)
+            parts = iter([hoisted(leaf, (), along and x.length is not None and stacked) for leaf, along in stacks])
+            return x.map_leaves(lambda _: next(parts))
+        if not isinstance(x, Stored) or x.is_secondary:
+            return x
+        if uses and (dtype := cast_target(uses, x.placement.dtype)) != x.placement.dtype:
+            x = scope.cast(x, dtype)
+        return scope.secondary(x, stack=int(stacked))
+
+    uses = uses_in(jaxpr, [is_held(x) for x in inputs], replicated)
+    return [hoisted(x, of_input, is_layered(of_input)) for x, of_input in zip(inputs, uses, strict=True)]
 
 
 def cond_rule(e: Equation) -> list[Any]:
@@ -78,15 +85,17 @@ def scan_rule(e: Equation) -> list[Any]:
     loop, params = Loop.of(e.eqn), e.eqn.params
     inputs, flags = _of_body(e, loop), loop.flags(e.replicated)
     consts, carry, xs = inputs[: loop.consts], inputs[loop.consts : loop.first_xs], inputs[loop.first_xs :]
-    moving = [not isinstance(x, Stored) for x in carry]
-    flat, rebuild = disassemble([*consts, *(x for x, m in zip(carry, moving, strict=True) if not m)])
-    flat_xs, rebuild_xs = disassemble(xs, layer=True)
+    moving = [not is_held(x) for x in carry]
+    kept = [x for x, m in zip(carry, moving, strict=True) if not m]
+    outer, layered, join = _apart(xs)
+    flat, rebuild = disassemble([*consts, *kept, *outer])
+    flat_xs, rebuild_xs = disassemble(layered, layer=True)
 
     def body(carried: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
         inner = e.scope.nested()
         fixed, now = iter(rebuild(flat, inner)), iter(carried)
         args = [*(next(fixed) for _ in consts), *(next(now) if m else next(fixed) for m in moving)]
-        out = e.evaluate(params["jaxpr"], [*args, *rebuild_xs(sliced, inner)], inner, flags)
+        out = e.evaluate(params["jaxpr"], [*args, *join(fixed, rebuild_xs(sliced, inner))], inner, flags)
         new = [plain(x) for x, m in zip(out, moving, strict=False) if m]
         return new, [plain(x) for x in out[loop.carried :]]
 
@@ -106,13 +115,13 @@ def while_rule(e: Equation) -> list[Any]:
     loop, params = Loop.of(e.eqn), e.eqn.params
     of_cond = [plain(x) for x in e.inputs[: loop.outside]]
     inputs, flags = _of_body(e, loop), loop.flags(e.replicated)
-    if not any(isinstance(x, Stored) for x in inputs):
+    if not any(map(is_held, inputs)):
         return _compat.bind_equation(e.eqn, [*of_cond, *inputs])
-    held = [x.without_gradient() if isinstance(x, Stored) else x for x in inputs]
+    held = [without_gradient(x) if is_held(x) else x for x in inputs]
     carry = held[loop.consts :]
-    moving = [not isinstance(x, Stored) for x in carry]
+    moving = [not is_held(x) for x in carry]
     flat, rebuild = disassemble([*held[: loop.consts], *(x for x, m in zip(carry, moving, strict=True) if not m)])
-    axes = next(x.placement.axes for x in held if isinstance(x, Stored))
+    axes = next(p.placement.axes for x in held for p in params_of(x))
 
     def run(first: list[Any], flat: list[Any], of_cond: list[Any]) -> list[Any]:
         def goes_on(carried: list[Any], scope: Scope) -> jax.Array:
@@ -150,8 +159,8 @@ def _forward_only(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
     def refuse(residuals: None, cotangents: list[Any]) -> Any:
         raise ValueError(
-            "Reverse-mode differentiation does not work for lax.while_loop, or lax.fori_loop with dynamic start or stop "
-            "values. Use lax.scan, or lax.fori_loop with static ones"
+            "Reverse-mode differentiation does not work for lax.while_loop, or lax.fori_loop with dynamic start or "
+            "stop values. Use lax.scan, or lax.fori_loop with static ones"
         )
 
     op = jax.custom_vjp(run)
@@ -162,26 +171,69 @@ def _forward_only(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 def _of_body(e: Equation, loop: Loop) -> list[Any]:
     """The inputs of a loop's body: parameters that it takes layer by layer in stored form, others gathered."""
     flags, inputs = loop.flags(e.replicated), e.inputs[loop.outside :]
-    followed = [isinstance(x, Stored) for x in inputs]
+    followed = [is_held(x) for x in inputs]
     stored, uses = loop.stored(followed, flags), loop.uses(followed, flags)
     out, before = [], []
     for x, enters, used in zip(inputs, stored, uses, strict=True):
-        if not isinstance(x, Stored):
-            out.append(x)
-        elif enters and _is_small_stack(x, e.scope):
-            out.append(plain(_unquantized(x, e.scope)))
-        elif enters and _can_scan(x):
-            out.append(x)
-        else:
+        if enters and (entering := _entering(x, e.scope)) is not None:
+            out.append(entering)
+        elif isinstance(x, Stored):
             out.append(_gathered_before(x, used, e.scope))
-            if used and not enters:
-                before.append((x, any(use.layers > 1 for use in used)))
+        else:
+            out.append(plain(x))
+        if is_held(x) and used and not enters:
+            before += [(p, any(use.layers > 1 for use in used)) for p in params_of(x)]
     warn_if_gathered_early(
         [x for x, _ in before], [by_layer for _, by_layer in before], e.scope,
         "a loop uses them in every iteration, and gathers in each would multiply the traffic; scan over a stack of "
         "layers inside the loop, and use it in no other way",
     )  # fmt: skip
     return out
+
+
+def _apart(xs: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[[Iterator[Any], Sequence[Any]], list[Any]]]:
+    """What a loop scans over, apart into values that are the same for all layers, stacks, and how to join one layer."""
+    fixed = [leaf for x in xs if isinstance(x, Deferred)
+             for leaf, along in zip(x.leaves, x.stacked, strict=True) if not along]  # fmt: skip
+    stacks = [
+        leaf for x in xs
+        for leaf, along in (zip(x.leaves, x.stacked, strict=True) if isinstance(x, Deferred) else ((x, True),)) if along
+    ]  # fmt: skip
+
+    def join(fixed: Iterator[Any], layers: Sequence[Any]) -> list[Any]:
+        own = iter(layers)
+
+        def layer_of(x: Any) -> Any:
+            if not isinstance(x, Deferred):
+                return next(own)
+            parts = iter([next(own) if along else next(fixed) for along in x.stacked])
+            return x.map_leaves(lambda _: next(parts)).map_layers(lambda leaf: leaf, 0)
+
+        return [layer_of(x) for x in xs]
+
+    return fixed, stacks, join
+
+
+def _entering(x: Any, scope: Scope) -> Any:
+    """What a loop takes layer by layer: a stack in stored form, or gathered if it is small; None if it cannot."""
+    if isinstance(x, Stored):
+        if _is_small_stack(x, scope):
+            return plain(_unquantized(x, scope))
+        return x if _can_scan(x) else None
+    if x.length is None or not x.is_whole or any(isinstance(leaf, Deferred) for leaf in x.leaves):
+        _warn_of_reshaped(x.params[0].placement)
+        return None
+
+    def entering(leaf: Any) -> Any:
+        no_more = isinstance(leaf, Stored) and math.prod(leaf.aval.shape) <= math.prod(x.aval.shape[1:])
+        return plain(leaf) if no_more else _entering(leaf, scope) if isinstance(leaf, Stored) else leaf
+
+    # A factor for each layer is gathered before the loop: all of them are no more than one layer.
+    leaves = [entering(leaf) if along else leaf for leaf, along in zip(x.leaves, x.stacked, strict=True)]
+    if any(leaf is None for leaf in leaves):
+        return None
+    parts = iter(leaves)
+    return x.map_leaves(lambda _: next(parts))
 
 
 def _gathered_before(param: Stored, uses: Sequence[LeafUse], scope: Scope) -> jax.Array:
@@ -213,12 +265,7 @@ def _can_scan(param: Stored) -> bool:
     if param.secondary_stack == 0 or not placement.is_sharded:
         return False
     if not all(isinstance(op, Cast) for op in param.view):  # a cast is the same for each layer
-        warnings.warn(
-            f"params{placement.path} {placement.shape} is reshaped before it is scanned over and therefore "
-            "gathered whole before the loop; scan over it in the shape in which it is stored",
-            GatherWarning,
-            stacklevel=2,
-        )
+        _warn_of_reshaped(placement)
         return False
     if placement.dim == 0:
         warnings.warn(
@@ -229,3 +276,12 @@ def _can_scan(param: Stored) -> bool:
         )
         return False
     return True
+
+
+def _warn_of_reshaped(placement: Placement) -> None:
+    warnings.warn(
+        f"params{placement.path} {placement.shape} is reshaped before it is scanned over and therefore gathered whole "
+        "before the loop; scan over it in the shape in which it is stored",
+        GatherWarning,
+        stacklevel=2,
+    )

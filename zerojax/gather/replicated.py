@@ -13,8 +13,8 @@ from typing import Any
 from zerojax import _compat
 
 # Give each device something of its own, whatever their inputs.
-_DIFFERENT = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter", "psum_scatter", "infeed", "rng_uniform",
-                        "pcast", "pvary", "shard_map"})  # fmt: skip
+_DIFFERENT = frozenset({"axis_index", "ppermute", "all_to_all", "reduce_scatter", "psum_scatter", "infeed",
+                        "rng_uniform", "pcast", "pvary", "shard_map"})  # fmt: skip
 # Give every device the same, whatever their inputs, over all axes that the program is split over.
 _COMMON = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 
@@ -115,6 +115,8 @@ def _spans_all_axes(eqn: Any) -> bool:
 
 def _has_own_values(jaxpr: Any) -> bool:
     return any(
-        eqn.primitive.name in _DIFFERENT or getattr(eqn, "effects", None) or any(map(_has_own_values, _compat.sub_jaxprs(eqn)))
+        eqn.primitive.name in _DIFFERENT
+        or getattr(eqn, "effects", None)
+        or any(map(_has_own_values, _compat.sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )

@@ -68,6 +68,8 @@ class Scope:
         self.fed_back = {} if fed_back is None else fed_back
         self.barrier = barrier
         self.min_loop_size = min_loop_size
+        # By id of an array, (the array, the equation that has broadcast it, its input).
+        self.broadcasts: dict[int, tuple[Any, Any, Any]] = {}
         self._casts: dict[tuple[int, np.dtype], Stored] = {}
         self._secondaries: dict[int, Stored] = {}
         self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused

@@ -1,16 +1,15 @@
-"""What is done with an equation that takes a parameter, and where a loss uses each one: one table for both.
+"""Where a loss uses each parameter: in which dtype, once or once per layer, and whether its backward pass reads it.
 
-`PRIMITIVES` names, for each primitive, how the evaluator treats a stored parameter. What it does not name gathers the
-parameter and is applied, which is always correct. `leaf_uses` follows parameters through a traced loss by the same
-table, with nothing compiled, and tells what a placement cannot know about traffic: a float32 parameter that is cast to
-bfloat16 travels in 2 bytes, a stack that is scanned over moves one layer at a time, and the table of an embedding
-lookup is not read again by the backward pass. Knows nothing of meshes or placements.
+What a placement cannot know about traffic is in the loss itself: a float32 parameter that is cast to bfloat16 travels
+in 2 bytes, a stack that is scanned over moves one layer at a time, and the table of an embedding lookup is not read
+again by the backward pass. This follows the parameters through the traced loss, with nothing compiled, by the table and
+by the `Loop` that the evaluator runs by. Knows nothing of meshes or placements.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,71 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _compat
+from zerojax.gather.primitives import DEFERRED_AT_ONCE, PRIMITIVES, Kind, kind_of, layer_flags
 from zerojax.gather.replicated import Flags, body_flags
-
-
-class Kind(enum.Enum):
-    """How an equation that takes a stored parameter is run."""
-
-    VIEW = "rearranges, repeats or copies one operand: applied after the gather"
-    CAST = "a narrowing is done on the shards, any other after the gather"
-    SLICE = "taken from the shards, where its place is the same on every device"
-    SQUEEZE = "a leading dim of one layer is dropped on the shards"
-    STOP = "the parameter goes on without a gradient"
-    CALL = "its jaxpr is run in place of the equation"
-    CHECKPOINT = "entered; rebuilt around the body in stored form"
-    SCAN = "entered; one layer is gathered in each iteration"
-    WHILE = "entered; every device runs as many iterations"
-    COND = "entered, where every device takes the same branch"
-    CUSTOM = "entered; the user's rule is run in stored form"
-    GATHER = "gathers the parameter and is applied"
-
-
-PRIMITIVES: dict[str, Kind] = {
-    **dict.fromkeys(("transpose", "reshape", "expand_dims", "broadcast_in_dim", "rev", "copy", "copy_p",
-                     "sharding_constraint", "reshard", "mesh_cast", "layout_constraint"), Kind.VIEW),
-    "convert_element_type": Kind.CAST,
-    **dict.fromkeys(("slice", "dynamic_slice"), Kind.SLICE),
-    "squeeze": Kind.SQUEEZE,
-    "stop_gradient": Kind.STOP,
-    **dict.fromkeys(_compat.CALLS, Kind.CALL),
-    **dict.fromkeys(("remat2", "checkpoint", "remat"), Kind.CHECKPOINT),
-    "scan": Kind.SCAN,
-    "while": Kind.WHILE,
-    "cond": Kind.COND,
-    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_jvp_call"), Kind.CUSTOM),
-}  # fmt: skip
 
 # Linear in the parameter with coefficients that do not depend on it: its value is not needed for any gradient.
 _LINEAR = frozenset({"gather", "add", "add_any", "sub", "neg", "concatenate", "pad", "reduce_sum", "select_n", "psum"})
-
-
-def kind_of(eqn: Any, replicated: Sequence[bool]) -> Kind:
-    """How an equation is run that takes a stored parameter.
-
-    Args:
-        eqn: the equation.
-        replicated: for each of its inputs, whether its value is the same on every device.
-    """
-    kind = PRIMITIVES.get(eqn.primitive.name, Kind.GATHER)
-    if kind is Kind.VIEW and len(eqn.invars) > 1:  # a shape given by an operand
-        return Kind.GATHER
-    if kind is Kind.SLICE and not all(replicated[1:]):
-        # Each device would send the others a part that they did not ask for.
-        return Kind.GATHER
-    if kind is Kind.COND and not replicated[0]:
-        return Kind.GATHER  # devices in another branch would not take part in the collectives of this one
-    if kind is Kind.WHILE and _has_effects(eqn):
-        return Kind.GATHER
-    if kind is Kind.CUSTOM and eqn.params.get("symbolic_zeros"):
-        return Kind.GATHER
-    if kind is Kind.CHECKPOINT and eqn.params["differentiated"]:
-        return Kind.GATHER
-    return kind
-
-
-def _has_effects(eqn: Any) -> bool:
-    return bool(getattr(eqn, "effects", ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,17 +74,17 @@ def uses_in(jaxpr: Any, followed: Sequence[bool], replicated: Sequence[bool]) ->
         For each input its uses; none for one that is not followed.
     """
     inner, _ = _compat.open_jaxpr(jaxpr)
-    leaves = [_Leaf.of(var) if wanted else None for var, wanted in zip(inner.invars, followed, strict=True)]
-    _end(_follow(inner, leaves, replicated, _Place()), _Place())
-    return [() if leaf is None else _merged(leaf.uses) for leaf in leaves]
+    values = [(_Leaf.of(var),) if wanted else () for var, wanted in zip(inner.invars, followed, strict=True)]
+    _end(_follow(inner, values, replicated, _Place()), _Place())
+    return [_merged([use for leaf in value for use in leaf.uses]) for value in values]
 
 
 def uses_inside(eqn: Any, followed: Sequence[bool], replicated: Sequence[bool]) -> list[tuple[LeafUse, ...]]:
     """The uses, in what an equation holds, of some of its inputs, as if it were entered."""
-    leaves = [_Leaf.of(var) if wanted else None for var, wanted in zip(eqn.invars, followed, strict=True)]
+    values = [(_Leaf.of(var),) if wanted else () for var, wanted in zip(eqn.invars, followed, strict=True)]
     kind = PRIMITIVES.get(eqn.primitive.name, Kind.GATHER)
-    _end(_of_equation(eqn, kind, leaves, list(replicated), _Place()), _Place())
-    return [() if leaf is None else _merged(leaf.uses) for leaf in leaves]
+    _end(_of_equation(eqn, kind, values, list(replicated), _Place()), _Place())
+    return [_merged([use for leaf in value for use in leaf.uses]) for value in values]
 
 
 def holds_loop(jaxpr: Any) -> bool:
@@ -239,17 +178,32 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A parameter under one name in a jaxpr: the counterpart of `Stored`."""
+    """A parameter under one name in a jaxpr: the counterpart of `Stored`, or a part of a `Deferred` value.
+
+    Attributes:
+        uses: where its uses are recorded.
+        dtype: in which it would be gathered.
+        layers: in how many parts.
+        joined: number of parameters of a stack that it is one of.
+        deferred: whether operations wait for its use; they may need its value for a gradient (`nonlinear`).
+        whole: whether an operation on it does not go layer by layer.
+    """
 
     uses: list[LeafUse]
     dtype: np.dtype
-    shape: tuple[int, ...]
     layers: int = 1
+    joined: int = 1
+    deferred: bool = False
+    nonlinear: bool = False
+    whole: bool = False
 
     @classmethod
     def of(cls, var: Any) -> _Leaf:
         """A parameter on its way into a jaxpr."""
-        return cls([], jnp.dtype(var.aval.dtype), tuple(var.aval.shape))
+        return cls([], jnp.dtype(var.aval.dtype))
+
+
+_Value = tuple[_Leaf, ...]  # the parameters that a value stands for; none for an ordinary array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,87 +214,112 @@ class _Place:
     iterations: int = 1
 
 
-def _follow(jaxpr: Any, inputs: Sequence[_Leaf | None], flags: Sequence[bool], place: _Place) -> list[_Leaf | None]:
-    """Records the uses of the leaves among the inputs; returns which outputs of the jaxpr are still such leaves."""
-    env: dict[Any, _Leaf | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+def _follow(jaxpr: Any, inputs: Sequence[_Value], flags: Sequence[bool], place: _Place) -> list[_Value]:
+    """Records the uses of the parameters among the inputs; returns which outputs of the jaxpr still stand for some."""
+    env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     known = Flags(jaxpr, flags)
 
-    def leaf_of(atom: Any) -> _Leaf | None:
-        return None if isinstance(atom, _compat.Literal) else env.get(atom)
+    def read(atom: Any) -> _Value:
+        return () if isinstance(atom, _compat.Literal) else env.get(atom, ())
 
     for eqn in jaxpr.eqns:
-        leaves, replicated = [leaf_of(atom) for atom in eqn.invars], known.step(eqn)
-        if any(leaf is not None for leaf in leaves):
+        values, replicated = [read(atom) for atom in eqn.invars], known.step(eqn)
+        if any(values):
             kind = kind_of(eqn, replicated)
-            env.update(zip(eqn.outvars, _of_equation(eqn, kind, leaves, replicated, place), strict=True))
-    return [leaf_of(atom) for atom in jaxpr.outvars]
+            env.update(zip(eqn.outvars, _of_equation(eqn, kind, values, replicated, place), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _of_equation(
-    eqn: Any, kind: Kind, leaves: list[_Leaf | None], replicated: list[bool], place: _Place
-) -> list[_Leaf | None]:
-    """Records the uses in an equation; returns which of its outputs are still leaves."""
-    nothing: list[_Leaf | None] = [None] * len(eqn.outvars)
-    leaf = leaves[0]
+def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bool], place: _Place) -> list[_Value]:
+    """Records the uses in an equation; returns which of its outputs still stand for parameters."""
+    nothing: list[_Value] = [()] * len(eqn.outvars)
     if kind in (Kind.VIEW, Kind.CAST, Kind.SLICE, Kind.SQUEEZE, Kind.STOP):
-        return nothing if leaf is None else [_passed(eqn, kind, leaf)]
+        return [tuple(_passed(eqn, kind, leaf) for leaf in values[0])]
+    if kind is Kind.DEFER and (joined := _deferred(eqn, values)):
+        return [joined]
+    if kind is Kind.STACK and all(values) and all(v.aval == eqn.invars[0].aval for v in eqn.invars):
+        return [tuple(dataclasses.replace(leaf, joined=len(values)) for value in values for leaf in value)]
     if kind is Kind.CALL:
-        return _follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], leaves, replicated, place)
+        return _follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], values, replicated, place)
+    if kind in (Kind.SCAN, Kind.WHILE):
+        return _of_loop(Loop.of(eqn), values, replicated, place)
     if kind in (Kind.CHECKPOINT, Kind.CUSTOM):
         place = dataclasses.replace(place, recomputed=place.recomputed or kind is Kind.CHECKPOINT)
-        _end(_follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], leaves, replicated, place), place)
+        _end(_follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], values, replicated, place), place)
     elif kind is Kind.COND:
         for branch in eqn.params["branches"]:
-            _end(_follow(_compat.open_jaxpr(branch)[0], leaves[1:], replicated[1:], place), place)
-    elif kind in (Kind.SCAN, Kind.WHILE):
-        return _of_loop(Loop.of(eqn), leaves, replicated, place)
+            _end(_follow(_compat.open_jaxpr(branch)[0], values[1:], replicated[1:], place), place)
     else:
-        for each in leaves:
-            _use(each, place, in_backward=eqn.primitive.name not in _LINEAR)
+        for leaf in itertools.chain(*values):
+            _use(leaf, place, in_backward=eqn.primitive.name not in _LINEAR)
     return nothing
 
 
 def _passed(eqn: Any, kind: Kind, leaf: _Leaf) -> _Leaf:
     """A parameter after an equation that leaves it in stored form."""
-    shape, layers, dtype = tuple(eqn.outvars[0].aval.shape), leaf.layers, leaf.dtype
-    if kind is Kind.CAST:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if kind is Kind.CAST and not leaf.deferred:
         new = jnp.dtype(eqn.params["new_dtype"])
-        dtype = new if jnp.issubdtype(new, jnp.floating) and new.itemsize < dtype.itemsize else dtype
-    elif kind is Kind.SLICE and shape[1:] == leaf.shape[1:] and shape[0] == 1:
-        if not all(isinstance(atom, _compat.Literal) for atom in eqn.invars[1:]):  # another one in each iteration
-            layers *= leaf.shape[0]
-    return dataclasses.replace(leaf, shape=shape, layers=layers, dtype=dtype)
+        narrows = jnp.issubdtype(new, jnp.floating) and new.itemsize < leaf.dtype.itemsize
+        return dataclasses.replace(leaf, dtype=new) if narrows else leaf
+    if kind is Kind.VIEW:
+        by_layer = (leaf.deferred or len(before) > 2) and layer_flags(eqn, before[0]) == [True]
+        return dataclasses.replace(leaf, deferred=leaf.deferred or by_layer, whole=leaf.whole or not by_layer)
+    computed = not all(isinstance(atom, _compat.Literal) for atom in eqn.invars[1:])
+    if kind is Kind.SLICE and computed and after[1:] == before[1:] and after[0] == 1 and not leaf.whole:
+        return dataclasses.replace(leaf, layers=leaf.layers * before[0])  # another one in each iteration
+    return leaf
 
 
-def _of_loop(loop: Loop, leaves: list[_Leaf | None], replicated: list[bool], place: _Place) -> list[_Leaf | None]:
-    flags, inputs = loop.flags(replicated), leaves[loop.outside :]
-    stored = loop.stored([leaf is not None for leaf in inputs], flags)
-    _end(leaves[: loop.outside], place)
-    uses = loop.uses([leaf is not None for leaf in inputs], flags)
-    for leaf, enters, used in zip(inputs, stored, uses, strict=True):
-        if leaf is not None and not enters and used:
-            _end([dataclasses.replace(leaf, dtype=cast_target(used, leaf.dtype))], place)
-    entered = [leaf if enters else None for leaf, enters in zip(inputs, stored, strict=True)]
-    for i, leaf in enumerate(entered[loop.first_xs :], loop.first_xs):
-        if leaf is not None:
-            entered[i] = dataclasses.replace(leaf, shape=leaf.shape[1:], layers=leaf.layers * loop.length)
+def _deferred(eqn: Any, values: Sequence[_Value]) -> _Value:
+    """The parameters of a value that is computed where it is used; none where it is computed here."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    leaves = list(itertools.chain(*values))
+    largest = max(math.prod(v.aval.shape) for v, value in zip(eqn.invars, values, strict=True) if value)
+    if len({id(leaf.uses) for leaf in leaves}) > DEFERRED_AT_ONCE or not shape or math.prod(shape) > largest:
+        return ()
+    whole = layer_flags(eqn, shape[0]) is None
+    linear = name in _LINEAR or (name == "mul" and not all(values)) or (name == "div" and not values[1])
+    return tuple(
+        dataclasses.replace(
+            leaf, deferred=True, whole=leaf.whole or whole, nonlinear=leaf.nonlinear or not linear
+        ) for leaf in leaves
+    )  # fmt: skip
+
+
+def _of_loop(loop: Loop, values: list[_Value], replicated: list[bool], place: _Place) -> list[_Value]:
+    flags, inputs = loop.flags(replicated), values[loop.outside :]
+    followed = [bool(value) for value in inputs]
+    stored, uses = loop.stored(followed, flags), loop.uses(followed, flags)
+    _end(values[: loop.outside], place)
+    entered: list[_Value] = []
+    for i, (value, enters, used) in enumerate(zip(inputs, stored, uses, strict=True)):
+        if not enters or any(leaf.whole for leaf in value):
+            before = [dataclasses.replace(leaf, dtype=cast_target(used, leaf.dtype)) for leaf in value]
+            _end([tuple(before)] if used else [], place)
+            value = ()
+        elif i >= loop.first_xs:
+            value = tuple(
+                dataclasses.replace(leaf, layers=leaf.layers * max(loop.length // leaf.joined, 1), joined=1)
+                for leaf in value
+            )
+        entered.append(value)
     inner = dataclasses.replace(place, iterations=place.iterations * loop.length)
     returned = _follow(loop.body, entered, flags, inner)
-    changed = [leaf for leaf, same in zip(returned, loop.unchanged, strict=False) if not same]
-    _end([*changed, *returned[loop.carried :]], inner)
     carried = entered[loop.consts : loop.first_xs]
-    return [*carried, *(None for _ in returned[loop.carried :])]
+    changed = [value for value, same in zip(returned, loop.unchanged, strict=False) if not same]
+    _end([*changed, *returned[loop.carried :]], inner)
+    return [*carried, *(() for _ in returned[loop.carried :])]
 
 
-def _use(leaf: _Leaf | None, place: _Place, *, in_backward: bool) -> None:
-    if leaf is not None:
-        repeats = max(place.iterations // leaf.layers, 1)
-        leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, in_backward or place.recomputed, repeats))
+def _use(leaf: _Leaf, place: _Place, *, in_backward: bool) -> None:
+    repeats = max(place.iterations // leaf.layers, 1)
+    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, in_backward or leaf.nonlinear or place.recomputed, repeats))
 
 
-def _end(leaves: Sequence[_Leaf | None], place: _Place) -> None:
+def _end(values: Sequence[_Value], place: _Place) -> None:
     """Parameters that become ordinary arrays, which are kept for the backward pass."""
-    for leaf in leaves:
+    for leaf in itertools.chain(*values):
         _use(leaf, place, in_backward=False)
 
 
