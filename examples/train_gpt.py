@@ -30,7 +30,6 @@ from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax
 from zerojax.gather.uses import leaf_uses
-from zerojax.planner.traffic import predict_traffic
 
 # What is stored, and what the matrix products run in.
 PRECISIONS = {
@@ -65,6 +64,8 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--skip-plain", action="store_true", help="do not train on one device (the model may not fit)")
     add("--distributed", action="store_true", help="call jax.distributed.initialize() even where no launcher is seen")
+    add("--checkpoint", help="folder to save the sharded run in, and to resume it from if it holds steps")
+    add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints; the last three are kept")
     add("--out", type=Path, default=Path("out"), help="folder of the picture and the numbers")
     flags = parser.parse_args(args)
     if len(flags.quantize_gradients or ()) > 2:
@@ -110,6 +111,7 @@ class Setup(NamedTuple):
     put: Callable[[np.ndarray], jax.Array]  # a host's batch to the devices
     feedback: Any = None  # of quantised gradients; then grad_fn takes it as feedback= and returns the next one
     node_bytes: int = 0  # predicted bytes into each node per step
+    manager: zerojax.CheckpointManager | None = None  # of the run's steps on disk
 
 
 def set_up_plain(config: GPTConfig, tx: optax.GradientTransformation, key: jax.Array) -> Setup:
@@ -136,6 +138,7 @@ def set_up_zero(
     key: jax.Array,
     mesh: jax.sharding.Mesh,
     stage: Any,
+    checkpoint: tuple[str | None, int] = (None, 1),
     **techniques: Any,
 ) -> Setup:
     """The same with zerojax: parameters are born sharded and gathered one layer at a time."""
@@ -147,6 +150,7 @@ def set_up_zero(
         print(layout.describe())
     params, tx = layout.init(init, key), zerojax.zero(tx, layout)
     batch_sharding = NamedSharding(mesh, PartitionSpec(layout.config.axes))
+    folder, every = checkpoint
     return Setup(
         name=f"ZeRO{'++' if techniques else ''} stage {stage}, {mesh.devices.size} devices",
         params=params,
@@ -157,6 +161,7 @@ def set_up_zero(
         put=lambda batch: jax.make_array_from_callback(batch.shape, batch_sharding, lambda index: batch[index]),
         feedback=zerojax.init_feedback(layout) if layout.config.error_feedback else None,
         node_bytes=bytes_into_node(loss_fn, layout, config.sequence),
+        manager=zerojax.CheckpointManager(folder, layout, tx, keep=3, every=every) if folder else None,
     )
 
 
@@ -164,7 +169,7 @@ def bytes_into_node(loss_fn: Callable[..., Any], layout: zerojax.Layout, sequenc
     """What one step sends into each node, predicted from the placements and from how the loss uses each leaf."""
     example = jax.ShapeDtypeStruct((1, sequence + 1), jnp.uint8)
     jaxpr = jax.make_jaxpr(loss_fn)(layout.logical_shapes(), example)
-    moves = predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves)))
+    moves = zerojax.predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves)))
     return sum(move.node_bytes for move in moves)
 
 
@@ -219,17 +224,32 @@ def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None
         },
     )
     del grads
+
+    def state_at(step: int) -> zerojax.TrainState:
+        return zerojax.TrainState(np.asarray(step, np.int32), params, *carried)
+
+    if setup.manager and (found := setup.manager.restore(like=state_at(0))) is not None:
+        params, carried = found.state.params, (found.state.opt_state, found.state.feedback)
+        rng, run.losses = found.data["rng"], found.data["losses"]
     with make_progress(enabled=jax.process_index() == 0) as progress:
-        task = progress.add_task(setup.name, total=flags.steps, loss="")
-        for step in range(flags.steps):
+        first_step = len(run.losses)
+        task = progress.add_task(setup.name, total=flags.steps, completed=first_step, loss="")
+        start = time.perf_counter()
+        for step in range(first_step, flags.steps):
             batch = setup.put(sample_batch(text.train, rng, flags.batch, flags.seq))
             params, carried, loss = train_step(params, carried, batch, *keys[step])
             run.losses.append(float(loss))
-            if step == 0:
+            if setup.manager:
+                setup.manager.save(step + 1, state_at(step + 1), data={"rng": rng, "losses": run.losses})
+                if setup.manager.stopping:  # the job was told to end: the scheduler starts it again
+                    raise SystemExit(setup.manager.exit_status)
+            if step == first_step:
                 start = time.perf_counter()  # the first step compiles
             beside = f" ({other.name.split(',')[0]} {other.losses[step]:.4f})" if other else ""
             progress.update(task, advance=1, loss=f"loss {run.losses[-1]:.4f}{beside}")
-        run.seconds_per_step = (time.perf_counter() - start) / max(flags.steps - 1, 1)
+        run.seconds_per_step = (time.perf_counter() - start) / max(flags.steps - first_step - 1, 1)
+    if setup.manager:
+        setup.manager.close()
     run.validation_loss = float(np.mean([float(setup.evaluate(params, batch)) for batch in held_out]))
     return run
 
@@ -272,7 +292,8 @@ def main(args: list[str] | None = None) -> None:
     make_plain = functools.partial(set_up_zero, mesh=mesh, stage=flags.stage) if techniques else set_up_plain
     plain_setup = None if flags.skip_plain else make_plain(config, tx, key)
     plain = plain_setup and train(plain_setup, text, flags)
-    setup = set_up_zero(config, tx, key, mesh, flags.stage, **techniques)
+    checkpoint = flags.checkpoint, flags.checkpoint_every
+    setup = set_up_zero(config, tx, key, mesh, flags.stage, checkpoint, **techniques)
     zero = train(setup, text, flags, other=plain)
     if jax.process_index() == 0:
         print_losses(zero, plain)

@@ -52,6 +52,14 @@ class GpuTarget:
         shared_memory_per_core: bytes per multiprocessor.
         shared_memory_per_block: the most one block may ask for, in bytes.
         compute_capability: CUDA's major number.
+        product_efficiency: share of the peak that large matrix products reach inside a training step; fitted to
+            published runs, whose table stands in `zerojax.planner.replay`.
+        memory_efficiency: share of `memory_bandwidth` that streaming kernels reach: 0.9, as in copy benchmarks
+            (BabelStream on H100: 3.0 of 3.35 TB/s).
+        node_latency: seconds a collective between nodes takes beyond its bytes: handshakes over the network, and the
+            steps of a ring or a tree through some nodes.
+        link_latency: the same inside a node.
+        launch_seconds: the least a kernel takes, from launch to launch.
     """
 
     name: str
@@ -66,6 +74,11 @@ class GpuTarget:
     shared_memory_per_core: int
     shared_memory_per_block: int
     compute_capability: int
+    product_efficiency: float = 0.6
+    memory_efficiency: float = 0.9
+    node_latency: float = 30e-6
+    link_latency: float = 15e-6
+    launch_seconds: float = 3e-6
 
     @property
     def target_config(self) -> str:

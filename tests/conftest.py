@@ -1,7 +1,8 @@
 """Eight simulated CPU devices for every test and doctest, set before JAX starts its devices.
 
 An environment that already says what to run on is left alone, so that the suite can be pointed at GPUs. Programs as
-small as the tests' run as fast unoptimised: most of the time would go into optimising them.
+small as the tests' run as fast unoptimised: most of the time would go into optimising them. What is compiled for target
+GPUs takes its matrix products from a library, untuned: their kernels are most of a compile, and no test reads them.
 """
 
 import importlib.util
@@ -12,7 +13,10 @@ os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
     *(
         f"--{flag}={value}"
-        for flag, value in (("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", "true"))
+        for flag, value in (
+            ("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", "true"),
+            ("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", "false"),
+        )
         if flag not in os.environ.get("XLA_FLAGS", "")
     ),
 ]).strip()  # fmt: skip

@@ -151,3 +151,14 @@ def versions() -> str:
     import jaxlib
 
     return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+
+
+def preemption_notice(client: Any, seconds: float) -> bool:
+    """Waits until any process of the job was sent SIGTERM, at most so long; whether one was."""
+    try:
+        client.blocking_key_value_get("RECEIVED_PREEMPTION_NOTICE", int(1000 * seconds))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise SystemExit from None  # the service is gone, and with it the job: ends the thread that waits
+    return True

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.checkpoints import paths, saving, writing
-from zerojax.checkpoints.checksums import checksums
+from zerojax.layout.checksums import checksums
 
 
 @functools.cache

@@ -66,14 +66,30 @@ class Compiled(NamedTuple):
     state_bytes: int  # params and optimizer state of one device
 
 
-@functools.cache
-def compiled(
-    nodes=2, local=8, *, stage=3, remat=False, by="zerojax", layers=LAYERS, width=WIDTH, delayed=True
-) -> Compiled:
-    """`by`: whose gradients: "zerojax", "drop-in" (the user's jax.grad), "annotated" (and activations constrained).
+class Program(NamedTuple):
+    """What is compiled.
 
+    `by`: whose gradients: "zerojax", "drop-in" (the user's jax.grad), "annotated" (and activations constrained).
     `delayed`: whether the compiler may reduce a layer's gradients during the next layer's backward pass (its default).
     """
+
+    nodes: int = 2
+    local: int = 8
+    stage: int = 3
+    remat: bool = False
+    by: str = "zerojax"
+    layers: int = LAYERS
+    width: int = WIDTH
+    delayed: bool = True
+
+
+def compiled(*which, **more) -> Compiled:
+    return compiled_once(Program(*which, **more))
+
+
+@functools.cache
+def compiled_once(one: Program) -> Compiled:
+    nodes, local, stage, remat, by, layers, width, delayed = one
     mesh = absent_mesh("h100", nodes, local)
     layout = zerojax.partition(shapes(layers, width), mesh, zerojax.ZeroConfig(stage=stage))
     tx = zerojax.zero(optax.adamw(1e-3), layout)

@@ -79,20 +79,25 @@ def reference(op, args, kw, compiler):
     return compiler(functools.partial(op, implementation="xla", **kw))(*args)
 
 
-@pytest.fixture(params=["interpreted", pytest.param("executed", marks=pytest.mark.needs_cuda_plugin)])
+def executed(monkeypatch):
+    """Runs an op by the reference and by its kernel's compiled code, and compares."""
+    monkeypatch.setattr(_compat, "mosaic_kernel", on_the_machine)
+    monkeypatch.setattr(backend, "device_problems", list)
+    monkeypatch.setattr(backend, "_concrete_on_cpu", lambda operands: [])
+
+    def run(op, *args, **kw):
+        got = op(*args, implementation="mosaic_gpu", **kw)
+        results = reference(op, args, kw, quick), got
+        assert_same_bits(*(jax.tree.map(comparable, result) for result in results))
+
+    return run
+
+
+@pytest.fixture(params=["interpreted", pytest.param("executed", marks=pytest.mark.aot)])
 def both(request, monkeypatch):
     """Runs an op by the reference and by the kernel, and compares."""
     if request.param == "executed":
-        monkeypatch.setattr(_compat, "mosaic_kernel", on_the_machine)
-        monkeypatch.setattr(backend, "device_problems", list)
-        monkeypatch.setattr(backend, "_concrete_on_cpu", lambda operands: [])
-
-        def executed(op, *args, **kw):
-            got = op(*args, implementation="mosaic_gpu", **kw)
-            results = reference(op, args, kw, quick), got
-            assert_same_bits(*(jax.tree.map(comparable, result) for result in results))
-
-        return executed
+        return executed(monkeypatch)
     if not _compat.MOSAIC_INTERPRETS:
         pytest.skip("JAX 0.10 cannot interpret Mosaic GPU kernels; they are executed there")
 
@@ -230,3 +235,12 @@ def test_error_feedback_between_the_hops_equals_the_reference(source, out, both,
 @pytest.mark.parametrize("fmt", [ROTATED, ROTATED_TILED], ids=str)
 def test_dequantize_with_a_rotation_equals_the_reference(fmt, both, rng):
     both(pk.dequantize, contributions(rng, 2, fmt), dtype="bfloat16", merge_dim=0)
+
+
+@pytest.mark.needs_cuda_plugin
+def test_the_compiled_code_of_each_op_equals_the_reference(monkeypatch, rng):
+    """What ZeRO++ sends by default, in the first tier; all formats are executed in the second."""
+    run = executed(monkeypatch)
+    run(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), fmt=INT8)
+    run(pk.dequantize_sum, contributions(rng, 2, INT4_TILED), dtype="float32")
+    run(pk.dequantize_sum_quantize, contributions(rng, 3, INT8), fmt=INT4_TILED)

@@ -167,8 +167,8 @@ def test_the_18b_step_for_384_gpus_is_planned_on_two_cores():
     code = """
 import json, resource, sys
 from zerojax.planner.models import GPT_SHAPES, gpt
-from zerojax.planner.plan import subject_plan
-plan = subject_plan(gpt(GPT_SHAPES["18b"]), examples_per_device=1, largest_microbatch=False)
+from zerojax.planner.plan import plan_workload
+plan = plan_workload(gpt(GPT_SHAPES["18b"]), examples_per_device=1, largest_microbatch=False)
 own, children = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 spent = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 # Not ru_maxrss: a process inherits that from the one that started it, here the whole test run.

@@ -6,10 +6,10 @@ import pytest
 
 import zerojax
 from tests.models import make_layout
-from tests.planned import stack_subject
+from tests.planned import stack_workload
 from zerojax.planner.compile import lower_step
 from zerojax.planner.gpus import absent_mesh
-from zerojax.planner.models import Subject
+from zerojax.planner.workload import Workload
 from zerojax.training import step as step_module
 from zerojax.training.compiler_options import OPTIONS
 
@@ -42,12 +42,12 @@ def test_one_device_has_nothing_to_overlap():
 
 @pytest.mark.needs_cuda_plugin
 def test_the_step_and_the_plan_pass_the_options_but_not_within_another_jit(monkeypatch):
-    loss, params, batch, tx = stack_subject(1)
-    subject = Subject(loss, params, batch, tx).with_examples(4)
+    loss, params, batch, tx = stack_workload(1)
+    workload = Workload(loss, params, batch, tx).with_examples(4)
     layout = layout_of_absent_gpus(params)
     monkeypatch.setattr(step_module, "compiler_options", lambda layout: {"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        lower_step(subject, layout, microbatches=1).compile()
+        lower_step(workload, layout, microbatches=1).compile()
     step = zerojax.make_train_step(loss, zerojax.zero(tx, layout), layout)
     state = zerojax.TrainState.create(layout.param_shapes(), zerojax.zero(tx, layout), layout)
-    jax.jit(lambda state, batch: step(state, batch)).lower(state, subject.batch).compile()
+    jax.jit(lambda state, batch: step(state, batch)).lower(state, workload.batch).compile()

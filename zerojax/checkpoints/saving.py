@@ -22,12 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.checkpoints import paths
-from zerojax.checkpoints.checksums import checksums as checksums_of
 from zerojax.checkpoints.saved_leaves import SavedLeaf, check_same, describe_leaves, raw
 from zerojax.checkpoints.writing import make_handler, nested, orbax, snapshot, stored_shapes
 from zerojax.gradients.feedback import init_feedback
 from zerojax.hosts.agreement import agree, digest, exchange
-from zerojax.layout.host_arrays import layout_facts, place_whole
+from zerojax.layout.checksums import checksums as checksums_of
+from zerojax.layout.facts import layout_facts
+from zerojax.layout.host_arrays import place_whole
 from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice
 from zerojax.training.loss_scaling import DynamicScale

@@ -11,12 +11,14 @@ import base64
 import json
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from zerojax.checkpoints import paths
-from zerojax.checkpoints.checksums import checksums
 from zerojax.checkpoints.saved_leaves import describe_leaves, raw
+from zerojax.layout.checksums import checksums
 from zerojax.layout.layout import Layout
 from zerojax.training.state import TrainState
 
@@ -60,12 +62,18 @@ def snapshot(
         "stage": layout.stage,
         "leaves": {leaf.name: [leaf.dtype, list(leaf.shape)] for leaf in leaves},
     }
-    held = {leaf.names: raw(leaf.value) for leaf in leaves if not leaf.is_empty}
+    held = {leaf.names: _of_the_job(raw(leaf.value)) for leaf in leaves if not leaf.is_empty}
     if with_checksums:
         names = [leaf.name for leaf in leaves if not leaf.is_empty]
         about["checksums"] = dict(zip(names, checksums(list(held.values())), strict=True))
     padded = {leaf.name: leaf.shape for leaf in leaves if leaf.shape != jnp.shape(raw(leaf.value))}
     return Snapshot(nested(held), about, padded)
+
+
+def _of_the_job(value: Any) -> Any:
+    """An array of this process alone, in a job of several, as the value that all of them hold: process 0 writes it."""
+    local = isinstance(value, jax.Array) and value.is_fully_addressable
+    return np.asarray(value) if local and jax.process_count() > 1 else value
 
 
 def make_handler(ocp: Any, tensorstore: Any, padded: Shapes) -> Any:

@@ -332,7 +332,7 @@ def _merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
     return tuple(LeafUse(dtype, layers, again, repeats) for (dtype, layers, repeats), again in found.items())
 
 
-def traced_flops(jaxpr: Any) -> int:
+def traced_flops(jaxpr: Any, *, recomputed: bool = True) -> int:
     """FLOP of forward and backward in matrix products, from a traced loss: 3 of each, 4 where it is recomputed.
 
     An estimate for when nothing is compiled: the backward pass of a product is two of its size.
@@ -341,10 +341,10 @@ def traced_flops(jaxpr: Any) -> int:
     >>> traced_flops(jax.make_jaxpr(lambda w, x: jnp.sum(x @ w))(jnp.ones((8, 8)), jnp.ones((2, 8))))
     768
     """
-    return _flops(_compat.open_jaxpr(jaxpr)[0], 3)
+    return _flops(_compat.open_jaxpr(jaxpr)[0], 3, recomputed)
 
 
-def _flops(jaxpr: Any, factor: int) -> int:
+def _flops(jaxpr: Any, factor: int, recomputed: bool) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -353,7 +353,7 @@ def _flops(jaxpr: Any, factor: int) -> int:
             inner = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
             total += factor * 2 * inner * math.prod(eqn.outvars[0].aval.shape)
             continue
-        again = factor + 1 if PRIMITIVES.get(name) is Kind.CHECKPOINT else factor
+        again = factor + 1 if recomputed and PRIMITIVES.get(name) is Kind.CHECKPOINT else factor
         times = eqn.params["length"] if name == "scan" else 1
-        total += sum(times * _flops(body, again) for body in _compat.sub_jaxprs(eqn))
+        total += sum(times * _flops(body, again, recomputed) for body in _compat.sub_jaxprs(eqn))
     return total

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax.layout.host_arrays import check_of_the_job
 from zerojax.layout.layout import Layout
 
 Tree = Any
@@ -44,6 +45,7 @@ def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
             )
         if not shape:
             return PartitionSpec()
+        check_of_the_job(name, x, layout.mesh)
         if shape[0] % count or shape[0] == 0:
             raise ValueError(
                 f"{name} has shape {shape}: its leading dim {shape[0]} must be a positive multiple of the "

@@ -141,7 +141,7 @@ def gradient_function(
         loss_scale: jax.Array | None = None,
         model_state: Tree = None,
     ) -> Gradients:
-        layout.check(params, stored=True)
+        params = layout.entered(params)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, model_state, layout))
         batch_specs = batches.batch_specs(batch, layout, microbatches)
@@ -175,7 +175,7 @@ def gradient_function(
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = run_locally(params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
-            grads=layout.treedef.unflatten(out.grads),
+            grads=layout.left(layout.treedef.unflatten(out.grads)),
             feedback=layout.treedef.unflatten(out.feedback) if carries else None,
         )
 
@@ -208,7 +208,7 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     """
 
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
-        layout.check(params, stored=True)
+        params = layout.entered(params)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, None, layout))
         batch_specs, rest_specs = batches.batch_specs(batch, layout), argument_specs(rest)

@@ -8,14 +8,22 @@ update. Matrix products keep their extents, since small ones run slower.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from zerojax.hlo.collective import Collective
-from zerojax.hlo.schedule import BRANCHES, NO_KERNEL, collective_kind, multiplies, trip_count
+from zerojax.hlo.collective import Collective, describe_collective
+from zerojax.hlo.schedule import (
+    BRANCHES,
+    NO_KERNEL,
+    Loop,
+    Visit,
+    collective_kind,
+    multiplies,
+    multiplying_computations,
+    trip_count,
+)
 from zerojax.hlo.text import ArrayShape, Computation, Instruction, Module
 
 _CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
@@ -39,6 +47,9 @@ class Product:
     def flops(self) -> int:
         """Two for each multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        return f"{f'{self.batch} x ' if self.batch > 1 else ''}({self.m}, {self.k}) @ ({self.k}, {self.n})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,48 +112,65 @@ class Choice:
 Step: TypeAlias = Kernel | Issue | Await | Repeat | Choice
 
 
-def program_steps(module: Module, collectives: Mapping[str, Collective]) -> tuple[Step, ...]:
+def program_steps(
+    module: Module, mesh: tuple[tuple[str, int], ...] = (), node_axes: tuple[str, ...] = ()
+) -> tuple[Step, ...]:
     """The steps of a program in the order of its schedule.
 
     Args:
       module: the program.
-      collectives: those of the program by the name of their instruction; those left out (groups of one device) cost
-        nothing.
+      mesh: axis names and sizes, outermost first; empty when not known.
+      node_axes: the axes along which the node changes.
     """
+    multiplying = multiplying_computations(module)
 
-    def enter(name: str) -> tuple[Step, ...]:
-        return tuple(_steps(module.computations[name]))
+    def enter(visits: Iterator[Visit]) -> tuple[Step, ...]:
+        return tuple(step for visit in visits for step in steps_of(visit))
 
-    entered = functools.cache(enter)
+    def steps_of(visit: Visit) -> Iterator[Step]:
+        line, computation = visit.instruction, visit.computation
+        if line.opcode in NO_KERNEL:
+            return
+        called = {
+            key: [module.computations[name] for name in names if name in module.computations]
+            for key, names in line.called().items()
+        }
+        if line.opcode == "while":
+            loop = Loop(line.name, trip_count(module, computation, line), line.op_name)
+            body = tuple(step for one in called.get("body", ()) for step in enter(visit.enter(one, loop=loop)))
+            yield Repeat(line.name, line.op_name, loop.trip_count or 1, body)
+        elif line.opcode == "conditional":
+            branches = [one for key, found in called.items() if key in BRANCHES for one in found]
+            yield Choice(line.name, tuple(enter(visit.enter(one, branch=True)) for one in branches))
+        elif collective_kind(line) is not None:
+            one = describe_collective(visit, mesh, node_axes, module.num_devices, multiplying)
+            if one.group_size > 1:  # The others send nothing.
+                yield Issue(one, line.name if one.asynchronous else "")
+        elif line.opcode.endswith("-update"):
+            return
+        elif line.opcode.endswith("-done"):
+            yield Await(_start_of(computation, line))
+        elif line.opcode in ("call", "async-start"):
+            inside = [step for found in called.values() for one in found for step in enter(visit.enter(one))]
+            yield from inside if line.opcode == "call" else _asynchronous(line, inside)
+        else:
+            yield kernel_of(module, computation, line)
 
-    def _steps(computation: Computation) -> Iterator[Step]:
-        for line in computation.instructions:
-            if line.opcode in NO_KERNEL:
-                continue
-            called = [name for names in line.called().values() for name in names if name in module.computations]
-            if line.opcode == "while":
-                body = line.called().get("body", ("",))[0]
-                count = trip_count(module, computation, line) or 1
-                yield Repeat(line.name, line.op_name, count, entered(body) if body in module.computations else ())
-            elif line.opcode == "conditional":
-                names = [name for key, names in line.called().items() if key in BRANCHES for name in names]
-                yield Choice(line.name, tuple(map(entered, names)))
-            elif line.opcode == "call":
-                for name in called:
-                    yield from entered(name)
-            elif collective_kind(line) is not None:
-                if line.name in collectives:
-                    one = collectives[line.name]
-                    yield Issue(one, line.name if one.asynchronous else "")
-            elif line.opcode.endswith(("-done", "-update")):
-                if line.opcode.endswith("-done"):
-                    yield Await(_start_of(computation, line))
-            elif line.opcode == "async-start":
-                yield from _asynchronous(line, [step for name in called for step in entered(name)])
-            else:
-                yield kernel_of(module, computation, line)
+    entry = module.computations[module.entry]
+    return enter(Visit(entry, index) for index in range(len(entry.instructions)))
 
-    return entered(module.entry)
+
+def all_collectives(steps: tuple[Step, ...]) -> Iterator[Collective]:
+    """The collectives among some steps in the order of the schedule, those of loops and branches too."""
+    for step in steps:
+        match step:
+            case Issue():
+                yield step.collective
+            case Repeat():
+                yield from all_collectives(step.body)
+            case Choice():
+                for branch in step.branches:
+                    yield from all_collectives(branch)
 
 
 def total_flops(steps: tuple[Step, ...]) -> int:
@@ -258,9 +286,7 @@ def _fusion_bytes(fused: Computation) -> int:
     for line in fused.instructions:
         for name in line.operands:
             users.setdefault(name, []).append(line)
-    read = sum(
-        min(line.num_bytes, _read_of(line, users)) for line in fused.instructions if line.opcode == "parameter"
-    )
+    read = sum(min(line.num_bytes, _read_of(line, users)) for line in fused.instructions if line.opcode == "parameter")
     root = fused.root
     results = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return read + sum(_written(fused, line) for line in results)

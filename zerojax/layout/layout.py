@@ -7,9 +7,11 @@ them against it and describes it. Knows nothing of optimizers or of how values m
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,11 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
+from zerojax.layout.host_arrays import check_same_values, place_whole, spread_batch
 from zerojax.layout.mesh import data_size, with_auto_axes
 from zerojax.layout.notices import notices
 from zerojax.layout.placement import Placement, pad, unpad
 
 Tree = Any
+# The layouts of the optimizers that are calling a function of the user's.
+_IN_OPTIMIZER: contextvars.ContextVar[tuple[Layout, ...]] = contextvars.ContextVar("_IN_OPTIMIZER", default=())
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
@@ -109,10 +114,12 @@ class Layout:
         """Places whole parameters (host or device arrays) in stored form; the input stays valid.
 
         Args:
-            params: pytree of global logical arrays, of the structure and shapes given to `partition`.
+            params: pytree of global logical arrays, of the structure and shapes given to `partition`; in a job of
+                several processes the same in each, of which every device takes its part: nothing is sent.
 
         Raises:
-            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path), or its values differ
+                between processes.
 
         >>> import zerojax
         >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
@@ -121,18 +128,43 @@ class Layout:
         (2, 6)
         """
         self.check(params, stored=False)
+        check_same_values("layout.shard", params)
 
         def put(x: Any, placement: Placement) -> jax.Array:
             x, sharding = drop_weak_type(x), self.param_sharding(placement)
             if self.stage >= 3 and placement.padding:
-                x = np.asarray(x) if not isinstance(x, jax.Array) else x
-                x = pad(x, placement)
+                widths = [(0, n - m) for n, m in zip(placement.padded_shape, placement.shape, strict=True)]
+                x = pad(x, placement) if isinstance(x, jax.Array) else np.pad(x, widths)
             elif isinstance(x, jax.Array) and _may_share(x, sharding):
                 # It would share its buffer with the caller's array: donating one deletes the other.
                 x = x.copy()
-            return jax.device_put(x, sharding)
+            return place_whole(x, sharding)
 
         return self._map(put, params)
+
+    def batch(self, local: Tree) -> Tree:
+        """The batch of the whole job from the rows that each process has read; with one process, its placement.
+
+        Args:
+            local: any pytree of NumPy or JAX arrays with this process's own rows on their leading dim, the same number
+                in every process; 0-d leaves are the same everywhere.
+
+        Returns:
+            Global arrays, sharded on their leading dim over the data axes: the rows of a process stay on its devices,
+            and nothing is sent. For the step's `batch`.
+
+        Raises:
+            ValueError: the rows do not divide over the devices, or processes have different shapes (compared once for
+                each shape).
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"w": jnp.ones((16, 6))}, mesh)
+        >>> batch = layout.batch({"x": np.ones((16, 3)), "temperature": 0.5})
+        >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
+        ((16, 3), (2, 3))
+        """
+        return spread_batch(local, self.mesh, self.config.axes)
 
     def stored(self, tree: Tree) -> StoredParams:
         """Marks parameters in stored form as such, for arguments after the batch: teachers, target networks, GANs.
@@ -157,6 +189,37 @@ class Layout:
         """
         self.check(tree, stored=True if self.stage >= 3 else None, what="stored params")
         return StoredParams(tree, self)
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """While functions run that an optimizer calls: it works on parameters of logical shape, in the master dtype."""
+        token = _IN_OPTIMIZER.set((*_IN_OPTIMIZER.get(), self))
+        try:
+            yield
+        finally:
+            _IN_OPTIMIZER.reset(token)
+
+    def entered(self, params: Tree) -> Tree:
+        """Parameters in stored form, checked; what an optimizer's function was called with is brought into it."""
+        if not self._is_in_optimizer():
+            self.check(params, stored=True)
+            return params
+        self.check(params, stored=None)
+        form = pad if self.stage >= 3 else unpad
+        return self._map(lambda x, p: form(jnp.asarray(x, p.dtype), p), params)
+
+    def left(self, grads: Tree) -> Tree:
+        """Gradients as they are; in an optimizer's function of logical shape."""
+        if not self._is_in_optimizer():
+            return grads
+        pairs = zip(self.leaves_of(grads), self.leaves, strict=True)
+        return self._unflatten([None if g is None else unpad(g, p) for g, p in pairs])
+
+    def _is_in_optimizer(self) -> bool:
+        return any(
+            other is self or (other.treedef == self.treedef and other.leaves == self.leaves)
+            for other in _IN_OPTIMIZER.get()
+        )
 
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
@@ -189,7 +252,8 @@ class Layout:
             The parameters in stored form, equal in value to `layout.shard(init_fn(*args))`.
 
         Raises:
-            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path), or an argument differs
+                between processes.
 
         >>> import zerojax
         >>> init = lambda key: {"w": jax.random.normal(key, (7, 5))}
@@ -199,6 +263,7 @@ class Layout:
         (8, 5)
         """
         self.check(jax.eval_shape(init_fn, *args), stored=False)
+        check_same_values("layout.init", args)
 
         def build(*args: Any) -> list[jax.Array]:
             leaves = [drop_weak_type(x) for x in self._flatten(init_fn(*args))]

@@ -1,8 +1,8 @@
 """The command `zerojax`: `zerojax plan MODEL ...` plans training steps for a cluster that is not there.
 
 MODEL is `gpt:7.5b`, `gpt:18b`, `gpt:128b`, `gpt:1t`, or `MODULE:FUNCTION`, a function without arguments that returns
-the loss, the shapes and the optimizer: `(loss_fn, params_shapes, batch_shapes, tx)`, or a `Subject` of
-`zerojax.planner.models`.
+the loss, the shapes and the optimizer: `(loss_fn, params_shapes, batch_shapes, tx)`, or a `Workload` of
+`zerojax.planner.workload`.
 Exit status: 0; 1 when nothing fits; 2 for what cannot be planned, with one line that says why.
 """
 
@@ -23,10 +23,13 @@ import jax
 
 from zerojax.config import ZeroConfig
 from zerojax.planner.advice import comparison_configs
+from zerojax.planner.configs import Progress
 from zerojax.planner.gpus import TARGETS, PluginMissing
-from zerojax.planner.models import GPT_SHAPES, Subject, gpt
-from zerojax.planner.plan import Progress, subject_plan
+from zerojax.planner.models import GPT_SHAPES, gpt
+from zerojax.planner.plan import plan_workload
 from zerojax.planner.records import Plan
+from zerojax.planner.trace import write_trace
+from zerojax.planner.workload import Workload
 
 _MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
 _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
@@ -49,13 +52,16 @@ def _run(options: argparse.Namespace) -> int:
         raise ModuleNotFoundError(_MISSING_MATPLOTLIB)
     if not options.json and not _is_installed("rich"):
         raise ModuleNotFoundError(_MISSING_RICH)
-    if options.plot and not Path(options.plot).parent.is_dir():
-        raise ValueError(f"--plot {options.plot}: the folder does not exist")
+    for option, path in (("--plot", options.plot), ("--trace", options.trace)):
+        if path and not Path(path).parent.is_dir():
+            raise ValueError(f"{option} {path}: the folder does not exist")
+    if options.trace and options.no_compile:
+        raise ValueError("--trace is of a compiled program: leave out --no-compile")
     configs = _configs(options)
-    subject = _subject(options)
+    workload = _workload(options)
     with _suppress_compiler_stderr(), _progress(quiet=options.json) as progress:
-        plan = subject_plan(
-            subject, configs=configs, progress=progress, target=options.target, num_nodes=options.nodes,
+        plan = plan_workload(
+            workload, configs=configs, progress=progress, target=options.target, num_nodes=options.nodes,
             devices_per_node=options.gpus_per_node, bandwidth=options.bandwidth, efficiency=options.efficiency,
             examples_per_device=options.examples_per_device, microbatches=options.microbatches,
             compiles=False if options.no_compile else options.compile or None,
@@ -89,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", action="store_true", help="all stages and techniques side by side")
     add("--recommend", action="store_true", help="compare, and pick the least communication that fits")
     add("--bandwidth", help="into a node, from all others together: 400GB/s, 3200Gbit/s (default: 50 GB/s per GPU)")
-    add("--efficiency", type=float, default=0.5, help="share of the peak FLOP/s that matrix products reach")
+    add("--efficiency", type=float, help="share of the peak FLOP/s that large products reach (default: the GPU's)")
     add("--examples-per-device", type=int, help="in a device's microbatch (default: the function's batch; 1 for gpt)")
     add("--microbatches", type=int, default=1)
     add("--sequence-length", type=int, help="of the built-in models (default: 2048)")
@@ -98,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     compiles.add_argument("--no-compile", action="store_true", help="from placements alone")
     add("--no-largest-microbatch", action="store_true", help="one compile per configuration instead of two")
     add("--json", action="store_true", help="the whole plan as JSON on the standard output")
-    add("--plot", metavar="FILE.png", help="bars of memory by class and of traffic by axis")
+    add("--plot", metavar="FILE.png", help="bars of memory and traffic, and a timeline of one layer")
+    add("--trace", metavar="FILE.json", help="the replayed step as a trace for Perfetto or chrome://tracing")
     return parser
 
 
@@ -122,7 +129,7 @@ def _configs(options: argparse.Namespace) -> list[ZeroConfig]:
     return list(dict.fromkeys([*comparison_configs(asked), asked]))
 
 
-def _subject(options: argparse.Namespace) -> Subject:
+def _workload(options: argparse.Namespace) -> Workload:
     module_name, _, function_name = options.model.partition(":")
     if module_name == "gpt":
         if function_name not in GPT_SHAPES:
@@ -149,21 +156,18 @@ def _subject(options: argparse.Namespace) -> Subject:
         found = function()
     except Exception as error:  # whatever the user's function does
         raise ValueError(f"{options.model} failed: {type(error).__name__}: {error}") from error
-    return _as_subject(found, options.model)
+    return _as_workload(found, options.model)
 
 
-def _as_subject(found: Any, name: str) -> Subject:
-    """What a user's function returned: a Subject, its fields, or loss, shapes and optimizer."""
-    if isinstance(found, Subject):
+def _as_workload(found: Any, name: str) -> Workload:
+    """What a user's function returned: a Workload, or loss, shapes and optimizer."""
+    if isinstance(found, Workload):
         return dataclasses.replace(found, name=name) if found.name == "model" else found
-    if isinstance(found, dict):
-        return Subject(**{"name": name, **found})
     if isinstance(found, tuple) and len(found) == 4:
-        return Subject(*found, name=name)
-    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[1], tuple) and len(found[1]) == 2:
-        return Subject(found[0], *found[1], found[2], name=name)
+        return Workload(*found, name=name)
     raise ValueError(
-        f"{name} must return (loss_fn, params_shapes, batch_shapes, tx), but returned a {type(found).__name__}"
+        f"{name} must return (loss_fn, params_shapes, batch_shapes, tx) or a Workload, but returned a "
+        f"{type(found).__name__}"
     )
 
 
@@ -176,10 +180,17 @@ def _show(plan: Plan, options: argparse.Namespace) -> None:
         from zerojax.planner.report import print_plan
 
         print_plan(plan, Console())
+    shown = plan.shown
+    replay = shown.recorded() if shown is not None and (options.plot or options.trace) else None
+    names = shown.names if shown is not None else {}
     if options.plot:
-        from zerojax.planner.report import draw_plan
+        from zerojax.planner.picture import draw_plan
 
-        draw_plan(plan, options.plot)
+        draw_plan(plan, options.plot, replay, names)
+    if options.trace:
+        if replay is None:
+            raise ValueError(f"--trace {options.trace}: no program was compiled: {plan.lacking or 'see the plan'}")
+        write_trace(replay, options.trace, names=names, title=f"{plan.model} on {plan.num_nodes} nodes")
 
 
 @contextlib.contextmanager

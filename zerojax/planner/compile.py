@@ -21,21 +21,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.hlo.program import CompiledProgram, read_program
 from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import zero
-from zerojax.planner.models import Subject
 from zerojax.planner.records import Largest
+from zerojax.planner.workload import Workload
 from zerojax.training.state import TrainState
 from zerojax.training.step import make_train_step
 
 # Fewer passes over machine code that nobody will run, and no search for the fastest kernels on a GPU that is not there:
 # half of the compile time. Collectives, schedule and memory are the same.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0", "xla_backend_optimization_level": "0"}
+# Collectives that may be under way at once in a step compiled so: XLA's default.
+OVERLAP_LIMIT = 1
 
 
-def lower_step(subject: Subject, layout: Layout, *, microbatches: int) -> jax.stages.Lowered:
-    """Traces one training step of a subject under a layout, ready to be compiled.
+def lower_step(workload: Workload, layout: Layout, *, microbatches: int) -> jax.stages.Lowered:
+    """Traces one training step of a workload under a layout, ready to be compiled.
 
     Args:
-        subject: loss, optimizer and global shapes.
+        workload: loss, optimizer and global shapes.
         layout: the layout, on a mesh of absent GPUs.
         microbatches: as for `zerojax.make_train_step`.
 
@@ -43,12 +45,12 @@ def lower_step(subject: Subject, layout: Layout, *, microbatches: int) -> jax.st
         ValueError: a batch or loss that the step cannot take.
     """
     over, nowhere = PartitionSpec(layout.config.axes), PartitionSpec()
-    batch = jax.tree.map(lambda x: _on(layout, x, over if x.shape else nowhere), subject.batch)
-    rest = jax.tree.map(lambda x: _on(layout, x, nowhere), subject.rest)
-    tx = zero(subject.tx, layout)
+    batch = jax.tree.map(lambda x: _on(layout, x, over if x.shape else nowhere), workload.batch)
+    rest = jax.tree.map(lambda x: _on(layout, x, nowhere), workload.rest)
+    tx = zero(workload.tx, layout)
     state = TrainState.create(layout.param_shapes(), tx, layout)
     step = make_train_step(
-        subject.loss_fn, tx, layout, microbatches=microbatches, has_aux=subject.has_aux, weighted=subject.weighted
+        workload.loss_fn, tx, layout, microbatches=microbatches, has_aux=workload.has_aux, weighted=workload.weighted
     )
     return step.lower(state, batch, *rest)
 

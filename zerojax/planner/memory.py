@@ -24,9 +24,9 @@ from zerojax.hlo.program import MemoryFigures
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 from zerojax.optimizer.zero import placements_of_state
-from zerojax.planner.models import is_offloaded, without_sharding
 from zerojax.planner.records import Memory, Replicated
 from zerojax.planner.traffic import secondary_bytes
+from zerojax.planner.workload import is_offloaded, without_sharding
 from zerojax.training.state import TrainState
 
 
@@ -92,15 +92,7 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
     >>> f"{held.per_device.total / 1e9:.1f} GB instead of {held.data_parallel.total / 1e9:.0f} GB"
     '31.4 GB instead of 120 GB'
     """
-    state = placements_of_state(tx, layout)
-    trained = [p for p in layout.leaves if p.trainable]
-    # What is sharded from which stage on (arXiv 1910.02054, figure 1).
-    classes = {
-        "params": (layout.leaves, 3),
-        "grads": (trained, 2),
-        "master": (jax.tree.leaves(state.master), 1),
-        "moments": (jax.tree.leaves(state.inner), 1),
-    }
+    classes = _state_classes(layout, tx)
     held = {name: sum(_bytes(p, layout, layout.stage >= first) for p in ps) for name, (ps, first) in classes.items()}
     whole = {name: sum(_bytes(p, layout, False) for p in ps) for name, (ps, _) in classes.items()}
     padding = {
@@ -108,6 +100,17 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
         for name, (ps, first) in classes.items()
     }
     return ModelStateBytes(StateBytes(**held), StateBytes(**padding), StateBytes(**whole))
+
+
+def _state_classes(layout: Layout, tx: optax.GradientTransformation) -> dict[str, tuple[list[Placement], int]]:
+    """Placements of each class of model state, and the stage from which on it is sharded (arXiv 1910.02054, fig. 1)."""
+    state = placements_of_state(tx, layout)
+    return {
+        "params": (list(layout.leaves), 3),
+        "grads": ([p for p in layout.leaves if p.trainable], 2),
+        "master": (jax.tree.leaves(state.master), 1),
+        "moments": (jax.tree.leaves(state.inner), 1),
+    }
 
 
 def _bytes(p: Placement, layout: Layout, sharded: bool) -> int:
@@ -242,16 +245,8 @@ def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple
     """
     if layout.num_shards == 1:
         return ()
-    state = placements_of_state(tx, layout)
-    trained = [p for p in layout.leaves if p.trainable]
-    classes: list[tuple[str, list[Placement], int]] = [
-        ("params", layout.leaves, 3),
-        ("grads", trained, 2),
-        ("master", jax.tree.leaves(state.master), 1),
-        ("moments", jax.tree.leaves(state.inner), 1),
-    ]
     found = []
-    for what, placements, first in classes:
+    for what, (placements, first) in _state_classes(layout, tx).items():
         for p in placements:
             if layout.stage < first:
                 reason = f"stage {layout.stage} keeps {what} whole, stage {first} splits them"

@@ -4,7 +4,9 @@ Kernels run one after the other in the order in which they are issued. A collect
 lane inside the node, or both at once, as soon as each is free and fewer than `overlap_limit` others are under way; it
 takes its latency and the larger of its bytes into a node / network and its bytes into a device / link. A blocking
 collective stops compute; an asynchronous one runs from its start, and its done waits. A kernel takes the larger of its
-FLOP / rate, its bytes / memory bandwidth, and what launching it costs.
+FLOP / rate (`Links.product_seconds`), its bytes / memory bandwidth, and what launching it costs. Kernels whose JAX name
+stack holds a scope named in `fused` stand for one fused kernel, as of attention: they take so large a share of their
+FLOP, and move nothing between them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -19,10 +22,31 @@ from zerojax.hlo.collective import Collective
 from zerojax.hlo.program import CompiledProgram, read_program
 from zerojax.hlo.steps import Await, Choice, Issue, Kernel, Repeat, Step
 from zerojax.planner.gpus import GpuTarget
-from zerojax.planner.time import EFFICIENCY, Links, machine_links
+from zerojax.planner.time import EFFICIENCY, Links, plain_links
 
 LANES = ("compute", "inside", "between")
-_SAME = 1e-12
+# What flash attention (arXiv 2307.08691) computes of a causal attention's products.
+FUSED: Mapping[str, float] = {"flash_attention": 0.5}
+_SAME = 1e-9
+# Loops are cut short in a recording of more events than this.
+_MOST_EVENTS = 200_000
+
+
+class Event(NamedTuple):
+    """Something on a lane from `begin` to `end`, in seconds.
+
+    Beside `LANES` there are "waits", what compute waits for, and "loop", iterations of loops. `detail` says how large
+    matrix products are.
+    """
+
+    lane: str
+    name: str
+    op_name: str
+    begin: float
+    end: float
+    num_bytes: int = 0
+    flops: int = 0
+    detail: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +68,14 @@ class Replay:
       busy: seconds each lane works: "compute", "inside" a node, "between" nodes.
       communication: of all collectives, each counted alone.
       collectives: what each costs, the most exposed first.
+      events: what happens when, where it was recorded.
     """
 
     seconds: float
     busy: Mapping[str, float]
     communication: float
     collectives: tuple[Exposed, ...]
+    events: tuple[Event, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def ideal(self) -> float:
@@ -90,7 +116,7 @@ def replay_text(
     efficiency: float = EFFICIENCY,
     overlap_limit: int = 1,
 ) -> Replay:
-    """Replays a compiled program, or its text, on a mesh of some GPU.
+    """Replays a compiled program, or its text, by the simple rules of `plain_links`, in one line.
 
     Args:
       program: `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
@@ -105,10 +131,18 @@ def replay_text(
     per_node = read.num_devices
     for axis in read.node_axes:
         per_node //= read.mesh_shape[axis]
-    return replay(read, machine_links(target, per_node, bandwidth, efficiency), overlap_limit=overlap_limit)
+    links = plain_links(target, per_node, bandwidth, efficiency)
+    return replay(read, links, overlap_limit=overlap_limit, fused={})
 
 
-def replay(program: CompiledProgram, links: Links, *, overlap_limit: int = 1) -> Replay:
+def replay(
+    program: CompiledProgram,
+    links: Links,
+    *,
+    overlap_limit: int = 1,
+    fused: Mapping[str, float] | None = None,
+    record: bool = False,
+) -> Replay:
     """Replays a program on a machine of given rates.
 
     Args:
@@ -116,8 +150,11 @@ def replay(program: CompiledProgram, links: Links, *, overlap_limit: int = 1) ->
       links: rates of the machine.
       overlap_limit: collectives that may be under way at once
         (`xla_gpu_experimental_parallel_collective_overlap_limit`).
+      fused: scopes (`jax.named_scope`) that stand for a fused kernel, and the share of their FLOP that it computes;
+        `FUSED` when None.
+      record: keep the events.
     """
-    clock = _Clock(program, links, overlap_limit)
+    clock = _Clock(program, links, overlap_limit, FUSED if fused is None else fused, record)
     clock.run(program.steps)
     end = max(clock.now, *clock.free.values())
     found = [
@@ -126,15 +163,18 @@ def replay(program: CompiledProgram, links: Links, *, overlap_limit: int = 1) ->
     ]
     return Replay(
         end, dict(clock.busy), sum(one.seconds for one in found),
-        tuple(sorted(found, key=lambda one: -one.exposed)),
+        tuple(sorted(found, key=lambda one: -one.exposed)), tuple(clock.events),
     )  # fmt: skip
 
 
 class _Clock:
     """The state of a replay."""
 
-    def __init__(self, program: CompiledProgram, links: Links, overlap_limit: int) -> None:
-        self.links, self.limit = links, overlap_limit
+    def __init__(
+        self, program: CompiledProgram, links: Links, overlap_limit: int, fused: Mapping[str, float], record: bool
+    ) -> None:
+        self.links, self.limit, self.fused = links, overlap_limit, fused
+        self.recording, self.events = record, list[Event]()
         self.node_axes = frozenset(program.node_axes)
         self.now = 0.0
         self.free = {"inside": 0.0, "between": 0.0}
@@ -162,10 +202,21 @@ class _Clock:
 
     def kernel(self, step: Kernel) -> None:
         """A kernel runs now; one that was started runs beside."""
-        seconds = max(step.flops / self.links.flops, step.num_bytes / self.links.memory_bandwidth)
+        products = sum(map(self.links.product_seconds, step.products))
+        share = next((share for scope, share in self.fused.items() if scope in step.op_name), None)
+        if share is not None:
+            seconds = share * products
+        else:
+            seconds = max(products, step.num_bytes / self.links.memory_bandwidth, self.links.launch_seconds)
         if step.asynchronous:
             self.started[step.name] = (self.now + seconds, "")
             return
+        if self.recording and seconds:
+            end = self.now + seconds
+            detail = ", ".join(map(str, step.products))
+            self.events.append(
+                Event("compute", step.name, step.op_name, self.now, end, step.num_bytes, step.flops, detail)
+            )
         self.now += seconds
         self.busy["compute"] += seconds
 
@@ -184,6 +235,9 @@ class _Clock:
         for lane, seconds in lanes:
             self.free[lane] = begin + latency + seconds
             self.busy[lane] += latency + seconds
+            if self.recording:
+                size = one.node_bytes if lane == "between" else one.received_bytes
+                self.events.append(Event(lane, one.name, one.op_name, begin, begin + latency + seconds, size))
         duration = latency + max(between, inside)
         self.under_way.append(begin + duration)
         self.known[one.name] = one
@@ -200,6 +254,8 @@ class _Clock:
         if end > self.now:
             if name:
                 self.of_collective[name][2] += end - self.now
+                if self.recording:
+                    self.events.append(Event("waits", name, self.known[name].op_name, self.now, end))
             self.now = end
 
     def repeat(self, step: Repeat) -> None:
@@ -208,6 +264,10 @@ class _Clock:
         for done in range(step.count):
             totals, start = self.totals(), self.now
             self.run(step.body)
+            if self.recording:
+                self.events.append(Event("loop", f"{step.name} {done + 1}/{step.count}", step.op_name, start, self.now))
+                if len(self.events) < _MOST_EVENTS:
+                    continue
             after = self.relative()
             if before is not None and self.same(before, after):
                 self.skip(step.count - done - 1, totals, self.now - start)

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.gradients.feedback import init_feedback
+from zerojax.layout.host_arrays import place_whole
 from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import ZeroState
 from zerojax.training.loss_scaling import DynamicScale, LossScale, init_loss_scale, loss_scale_rule
@@ -79,7 +80,7 @@ class TrainState(NamedTuple):
         def place(x: jax.Array) -> Any:
             if abstract:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-            return jax.device_put(x, everywhere)
+            return place_whole(x, everywhere)
 
         step, skipped = place(jnp.zeros((), jnp.int32)), place(jnp.zeros((), jnp.int32))
         rule = loss_scale_rule(loss_scale)

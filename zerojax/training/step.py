@@ -16,8 +16,10 @@ import optax
 from zerojax import _compat
 from zerojax.gradients.local import Accumulation
 from zerojax.gradients.transform import gradient_function
+from zerojax.layout.host_arrays import is_of_several_processes
 from zerojax.layout.layout import Layout
 from zerojax.training.compiler_options import compiler_options
+from zerojax.training.first_step import AgreeingStep
 from zerojax.training.loss_scaling import DynamicScale, is_at_floor, loss_scale_rule, next_loss_scale
 from zerojax.training.nonfinite import OnNonFinite, StoppingStep, decide, init_nonfinite, keep_if
 from zerojax.training.state import TrainState
@@ -74,7 +76,8 @@ def make_train_step(
         "grads_nonfinite_steps", "skipped", and "stopped" (see `NonFinite.stopped`); and "aux".
 
     Raises:
-        ValueError: as `value_and_grad`; a batch that does not divide into the microbatches.
+        ValueError: as `value_and_grad`; a batch that does not divide into the microbatches; in a job of several
+            processes, at the first step, whatever the processes differ in (field and processes are named).
         NonFiniteError: from a later call, see `on_nonfinite`.
 
     >>> import zerojax
@@ -154,6 +157,8 @@ def make_train_step(
     compiled = jax.jit(step, donate_argnums=donated)
     if options := compiler_options(layout):
         compiled = _OuterStep(jax.jit(step, donate_argnums=donated, compiler_options=dict(options)), compiled)
+    if is_of_several_processes(layout.mesh):
+        compiled = AgreeingStep(compiled, layout)
     return StoppingStep(compiled) if policy == "raise" else compiled
 
 

@@ -1,4 +1,4 @@
-"""Checksums of the values of a checkpoint, whatever the layout: a flipped bit on disk does not come back as a number.
+"""Checksums of values, whatever the layout: a flipped bit on disk does not come back as a number.
 
 The checksum of a leaf is the sum over its elements, modulo 2**32, of the element's bits times an odd number that
 depends on its logical index alone. So it is the same under every sharding, each device sums what it holds (one pass
