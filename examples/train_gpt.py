@@ -8,12 +8,11 @@ stage without them, and the bytes sent between nodes are reported for both. One 
 percent from rounding alone; convergence_study.py takes the mean over seeds.
 
 Without accelerators it simulates 2 nodes x 4 devices on the CPU. On GPUs it uses what is there, and under Slurm, Open
-MPI or a Kubernetes job it joins the other processes (or with --distributed).
+MPI or a Kubernetes job it joins the other processes (or with --coordinator): see launch/.
 """
 
 import argparse
 import functools
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,6 @@ PRECISIONS = {
     "bfloat16": (jnp.bfloat16, jnp.bfloat16),  # with float32 master weights in the optimizer state
     "float32": (jnp.float32, jnp.float32),
 }
-LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
 def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
@@ -63,7 +61,9 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
     add("--remat", action="store_true", help="recompute each block's activations in the backward pass")
     add("--seed", type=int, default=0)
     add("--skip-plain", action="store_true", help="do not train on one device (the model may not fit)")
-    add("--distributed", action="store_true", help="call jax.distributed.initialize() even where no launcher is seen")
+    add("--coordinator", help="HOST:PORT of process 0, where no launcher tells; with the next two")
+    add("--num-processes", type=int)
+    add("--process-id", type=int)
     add("--checkpoint", help="folder to save the sharded run in, and to resume it from if it holds steps")
     add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints; the last three are kept")
     add("--out", type=Path, default=Path("out"), help="folder of the picture and the numbers")
@@ -79,10 +79,8 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
 
 def start_jax(flags: argparse.Namespace) -> None:
     """Join the job's other processes; without accelerators, simulate the mesh's devices on the CPU."""
-    distributed = flags.distributed or any(name in os.environ for name in LAUNCHERS)
+    distributed = zerojax.distributed(flags.coordinator, flags.num_processes, flags.process_id)
     zerojax.simulate_devices((1 if distributed else flags.nodes or 2) * (flags.devices_per_node or 4))
-    if distributed:
-        jax.distributed.initialize()
     if jax.default_backend() == "cpu" and not distributed:
         flags.nodes, flags.devices_per_node = flags.nodes or 2, flags.devices_per_node or 4
 

@@ -26,7 +26,7 @@ _assembles_for: list[int] = []
 
 
 def plugin_missing() -> str | None:
-    """Why nothing can be compiled for an absent GPU, or None."""
+    """Why nothing can be compiled for a target GPU, or None."""
     if importlib.util.find_spec("jax_cuda13_plugin") or importlib.util.find_spec("jax_cuda12_plugin"):
         return None
     return "JAX's CUDA plugin is not installed: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (jax's version)"

@@ -1,6 +1,6 @@
 """``python -m pallas_kernels.bench``: bytes, kernels and modelled time of each op on real leaves; on a GPU, measured.
 
-Without a GPU the programs are compiled for one that is not there: bytes and kernel launches are counted from the
+Without a GPU the programs are compiled ahead of time for a target GPU: bytes and kernel launches are counted from the
 compiled program, instructions from the machine code, and the time is a model, the larger of memory and issue. The
 model knows no latency, no launch cost and no cache, so it is a bound, not a prediction.
 """

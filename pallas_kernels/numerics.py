@@ -3,7 +3,7 @@
 Only elementwise operations that mean the same bits on CPU, in XLA's GPU code and in a Mosaic kernel: integer tricks in
 place of ceil and floor, a multiplication by a constant in place of a division, products that are exact in float32
 (level x scale has at most 15 significant bits, so a fused multiply-add changes nothing). Functions take arrays of any
-shape and know nothing of blocks, tiles, slices or memory.
+shape.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels import backend, mosaic, numerics, reference, slices
 from pallas_kernels.array import QuantFormat, QuantizedArray, Rounding, check_float, check_output_dtype
 from pallas_kernels.backend import Plan
+from pallas_kernels.variants import Variant
 
 INT8, INT4 = QuantFormat(8, 128), QuantFormat(4, 128)
 
@@ -142,9 +143,11 @@ def _quantize(
             residual = residual if dim is None else slices.from_slices(residual, dim, len(lead))
         return (*stored, residual)
 
-    plan = mosaic.plan_quantize(x.shape, x.dtype, dim, lead, fmt, hashed_seed is not None, with_residual)
+    stochastic = hashed_seed is not None
+    variant = Variant("quantize", fmt, x.dtype.name, stochastic, with_residual, slices=dim is not None)
+    plan = mosaic.plan_quantize(x.shape, x.dtype, dim, lead, fmt, stochastic, with_residual)
     qvalue, scale, tile_scale, residual = backend.run(
-        "quantize", implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
+        "quantize", variant, implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
     )
     return QuantizedArray(qvalue, scale, tile_scale, fmt, tuple(shape), x.dtype.name), residual
 
@@ -197,11 +200,12 @@ def dequantize(
         # A sum of one contribution.
         plan = mosaic.plan_sum((1, *q.lead), q.shape, q.format, dtype, 1.0, clamp=True)
     stored = (q.qvalue, q.scale, q.tile_scale)
+    variant = Variant("dequantize", q.format, dtype.name, source=q.format, count=8)
 
     def kernel(*stored: jax.Array | None, interpret: bool) -> jax.Array:
         return plan.run(*jax.tree.map(lambda a: a[None], stored), interpret=interpret)
 
-    values = backend.run("dequantize", implementation, interpret, plan.problems, plain, kernel, *stored)
+    values = backend.run("dequantize", variant, implementation, interpret, plan.problems, plain, kernel, *stored)
     return values if merge_dim is None else slices.from_slices(values, merge_dim, len(q.lead))
 
 
@@ -259,8 +263,18 @@ def dequantize_sum(
         return slices.from_blocks(reference.rotate(total, q.format.rotate, factor), q.shape).astype(dtype)
 
     plan = mosaic.plan_sum(q.lead, q.shape, q.format, dtype, factor)
+    variant = Variant("sum", q.format, dtype.name, source=q.format, count=count)
     return backend.run(
-        "dequantize_sum", implementation, interpret, plan.problems, plain, plan.run, q.qvalue, q.scale, q.tile_scale
+        "dequantize_sum",
+        variant,
+        implementation,
+        interpret,
+        plan.problems,
+        plain,
+        plan.run,
+        q.qvalue,
+        q.scale,
+        q.tile_scale,
     )
 
 
@@ -325,10 +339,14 @@ def dequantize_sum_quantize(
         return reference.requantize_blocks(total, q.shape, q.format, fmt, factor, addend, hashed_seed, with_residual)
 
     addend_dtype = None if addend is None else addend.dtype
+    variant = Variant(
+        "sum_quantize", fmt, "float32", hashed_seed is not None, with_residual, source=q.format, count=count,
+        addend=addend is not None,
+    )  # fmt: skip
     stochastic = hashed_seed is not None
     plan = mosaic.plan_sum_quantize(q.lead, q.shape, q.format, fmt, factor, stochastic, addend_dtype, with_residual)
     qvalue, scale, tile_scale, residual = backend.run(
-        "dequantize_sum_quantize", implementation, interpret, plan.problems, plain, plan.run,
+        "dequantize_sum_quantize", variant, implementation, interpret, plan.problems, plain, plan.run,
         q.qvalue, q.scale, q.tile_scale, addend, hashed_seed,
     )  # fmt: skip
     result = QuantizedArray(qvalue, scale, tile_scale, fmt, q.shape, "float32")

@@ -91,13 +91,13 @@ def pack(code: jax.Array, fmt: QuantFormat, place: int = 0) -> jax.Array:
     return numerics.packed(code[..., :half], code[..., half:], place).astype(jnp.uint8)
 
 
-def unpack(qvalue: jax.Array, fmt: QuantFormat) -> jax.Array:
-    """Stored bytes as levels in float32, ``[..., block_size]``."""
+def unpack(qvalue: jax.Array, fmt: QuantFormat) -> list[jax.Array]:
+    """Stored bytes as levels in float32: the whole blocks, or their two halves ``[..., block_size / 2]`` for 4 bits."""
     if fmt.bits == 8:
-        return qvalue.astype(jnp.float32)
+        return [qvalue.astype(jnp.float32)]
     code = qvalue.astype(jnp.int32)
     (low, _), (high, factor) = (numerics.scaled_level(code, fmt, high=high) for high in (False, True))
-    return jnp.concatenate([low, high * np.float32(factor)], axis=-1)
+    return [low, high * np.float32(factor)]
 
 
 def random_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
@@ -145,13 +145,24 @@ def quantize_blocks(
 
 def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """Levels times scales in float32, ``[*lead, blocks, block_size]``, still rotated if the format rotates."""
-    return unpack(qvalue, fmt) * effective_scale(scale, tile_scale, fmt)[..., None]
+    return _whole(_decoded(qvalue, scale, tile_scale, fmt))
+
+
+def _decoded(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> list[jax.Array]:
+    effective = effective_scale(scale, tile_scale, fmt)[..., None]
+    return [part * effective for part in unpack(qvalue, fmt)]
+
+
+def _whole(parts: list[jax.Array]) -> jax.Array:
+    # As late as can be: XLA computes what follows a concatenation element by element on a CPU.
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """Sum over the leading dimension in index order, float32; still rotated if the format rotates."""
     stored = (qvalue, scale, tile_scale)
     count = qvalue.shape[0]
+    total: list[jax.Array] | None
     looped = count - count % MOST_AT_ONCE if count > MOST_AT_ONCE else 0
     total = None
     if looped:
@@ -163,11 +174,11 @@ def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None
     if looped < count:
         total = _add_in_order(total, jax.tree.map(lambda a: a[looped:], stored), fmt)
     assert total is not None, "the public op refuses an empty sum"
-    return total
+    return _whole(total)
 
 
-def _add_in_order(total: jax.Array | None, stored: Any, fmt: QuantFormat) -> jax.Array:
-    """``total`` and the contributions, one after the other.
+def _add_in_order(total: list[jax.Array] | None, stored: Any, fmt: QuantFormat) -> list[jax.Array]:
+    """``total`` and the contributions, one after the other, in the parts of `unpack`.
 
     Each decoded by itself, the compiler makes one pass of it, but its program, and the time to compile it, grow by some
     thirty operations a contribution: worth it for the few of one node.
@@ -175,13 +186,13 @@ def _add_in_order(total: jax.Array | None, stored: Any, fmt: QuantFormat) -> jax
     qvalue, scale, tile_scale = stored
     count = qvalue.shape[0]
     if count > MOST_DECODED_ALONE:
-        together = dequantize_blocks(qvalue, scale, tile_scale, fmt)
-        parts = [together[i] for i in range(count)]
+        together = _decoded(qvalue, scale, tile_scale, fmt)
+        contributions = [[part[i] for part in together] for i in range(count)]
     else:
         tiles = [None] * count if tile_scale is None else [tile_scale[i] for i in range(count)]
-        parts = [dequantize_blocks(qvalue[i], scale[i], tiles[i], fmt) for i in range(count)]
-    for part in parts:
-        total = part if total is None else total + part
+        contributions = [_decoded(qvalue[i], scale[i], tiles[i], fmt) for i in range(count)]
+    for parts in contributions:
+        total = parts if total is None else [a + b for a, b in zip(total, parts, strict=True)]
     assert total is not None
     return total
 

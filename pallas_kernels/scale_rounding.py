@@ -32,7 +32,7 @@ def _mantissa_up(x: jax.Array, drop: int) -> jax.Array:
 def needed_scale(magnitude: jax.Array, qmax: int) -> jax.Array:
     """absmax / qmax in float32, 0 for a non-finite block.
 
-    The constant is a hair below 1 / qmax, so that a block that already lies on a grid of ``scale`` and reaches
+    The constant is slightly below 1 / qmax, so that a block that already lies on a grid of ``scale`` and reaches
     ``qmax`` asks for exactly that scale again, never for the next larger one.
     """
     finite = is_finite_bits(magnitude)

@@ -1,6 +1,6 @@
 """``python -m pallas_kernels.survey``: what the machine code of every variant of a kernel costs, without a GPU.
 
-A variant is an op with formats, dtype, rounding and residual. Each is compiled for an absent GPU, and its registers,
+Each (`variants`) is compiled for a target GPU, and its registers,
 spills, instructions and bytes are counted (`sass`). What the counts mean for time is a model: `bound`.
 """
 
@@ -8,105 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels import absent_gpu, gpus, mosaic, ops, sass
+from pallas_kernels import absent_gpu, gpus, sass
 from pallas_kernels.array import TILE, QuantFormat
-from pallas_kernels.backend import Plan
-
-ELEMENTS = 1 << 20
-"""Of a leaf, or of each contribution to a sum."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One kernel.
-
-    Attributes:
-        op: which.
-        fmt: the format written; of a plain sum, that of the contributions.
-        dtype: of the leaf, or of the sum.
-        stochastic: rounding.
-        residual: whether it is written too.
-        slices: whether the leaf is cut into slices for 4 x 2 destinations.
-        source: format of the contributions to a sum.
-        count: contributions.
-    """
-
-    op: Literal["quantize", "sum", "sum_quantize"]
-    fmt: QuantFormat
-    dtype: str = "bfloat16"
-    stochastic: bool = False
-    residual: bool = False
-    slices: bool = False
-    source: Any = None
-    count: int = 0
-
-    def __str__(self) -> str:
-        extra = "".join(c for c, on in zip("srd", (self.stochastic, self.residual, self.slices), strict=True) if on)
-        source = f"{self.count}x{self.source}-" if self.source else ""
-        return f"{self.op}-{source}{self.fmt}-{self.dtype}{extra}"
-
-    @property
-    def leaf(self) -> tuple[int, int]:
-        """Shape of what is quantised."""
-        return 1024, ELEMENTS // 1024
-
-    def function_and_shapes(self) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        """The op as a function of arrays, and their shapes."""
-        how: dict[str, Any] = {"rounding": "stochastic", "seed": 3} if self.stochastic else {}
-        if self.op != "sum":
-            how |= {"fmt": self.fmt, "with_residual": self.residual}
-        how["implementation"] = "mosaic_gpu"
-        if self.op == "quantize":
-            cut = functools.partial(ops.quantize_slices, dim=0, num_slices=(4, 2))
-            op = cut if self.slices else ops.quantize
-            return functools.partial(op, **how), [jax.ShapeDtypeStruct(self.leaf, jnp.dtype(self.dtype))]
-        cut = functools.partial(ops.quantize_slices, dim=0, num_slices=self.count, implementation="xla")
-        whole = jax.ShapeDtypeStruct((self.count, ELEMENTS), jnp.float32)
-        arrays, tree = jax.tree.flatten(jax.eval_shape(functools.partial(cut, fmt=self.source), whole))
-        if self.op == "sum":
-            reduced: Any = functools.partial(ops.dequantize_sum, dtype=self.dtype)
-        else:
-            reduced = ops.dequantize_sum_quantize
-        return lambda *arrays: reduced(jax.tree.unflatten(tree, arrays), **how), arrays
-
-    def plan(self) -> Plan:
-        """The kernel's plan."""
-        shape, lead = (1, ELEMENTS), (self.count,)
-        if self.op == "quantize":
-            cut = (0, (4, 2)) if self.slices else (None, ())
-            return mosaic.plan_quantize(self.leaf, self.dtype, *cut, self.fmt, self.stochastic, self.residual)
-        if self.op == "sum":
-            return mosaic.plan_sum(lead, shape, self.source, jnp.dtype(self.dtype), 1.0)
-        return mosaic.plan_sum_quantize(lead, shape, self.source, self.fmt, 1.0, self.stochastic, None, self.residual)
-
-    @property
-    def bytes_read(self) -> float:
-        """Per element: every input byte once."""
-        return self.count * self.source.bits_per_element / 8 if self.source else jnp.dtype(self.dtype).itemsize
-
-    @property
-    def ideal_bytes(self) -> float:
-        """Per element: every input byte read once, every output byte written once."""
-        width = jnp.dtype(self.dtype).itemsize
-        written = width if self.op == "sum" else self.fmt.bits_per_element / 8
-        return self.bytes_read + written + self.residual * (4 if self.source else width)
-
-    def compile(self, gpu: str) -> tuple[Any, list[sass.KernelCode]]:
-        """The compiled program, and its kernels' code: none for a kernel that the process compiled before."""
-        function, shapes = self.function_and_shapes()
-        programs = self.plan().programs
-        with sass.dumping() as place:
-            compiled = absent_gpu.compile_for(function, shapes, gpu)
-            return compiled, sass.read(place, programs.trips if programs else 1)
+from pallas_kernels.variants import ELEMENTS, Variant
 
 
 def formats() -> Iterator[QuantFormat]:

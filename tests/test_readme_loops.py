@@ -14,11 +14,11 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from tolerances import FLOAT32
 
 import zerojax
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-FLOAT32 = 1e-5  # as in test_oracle
 INPUTS, HIDDEN, CLASSES = 32, 1024, 8  # the first matrix has twice the elements from which leaves are sharded
 
 

@@ -7,6 +7,7 @@ from zerojax.gather.equation import GatherWarning
 from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
 from zerojax.hlo.program import expect_collectives, read_program
+from zerojax.hosts.start import distributed
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import make_mesh
 from zerojax.layout.notices import ZeroNotice
@@ -18,7 +19,7 @@ from zerojax.optimizer.zero import ZeroState, zero
 from zerojax.planner.plan import plan
 from zerojax.planner.traffic import predict_traffic
 from zerojax.training.compiler_options import compiler_options
-from zerojax.training.loss_scaling import DynamicScale, LossScale
+from zerojax.training.loss_scaling import DynamicScale, LossScaleState
 from zerojax.training.nonfinite import NonFinite, NonFiniteError
 from zerojax.training.remat import checkpoint
 from zerojax.training.state import TrainState
@@ -26,12 +27,15 @@ from zerojax.training.step import make_train_step
 
 __version__ = "0.1.0"
 
+LossScale = LossScaleState  # the name it had before
+
 __all__ = [
     "CheckpointManager",
     "DynamicScale",
     "GatherWarning",
     "Layout",
     "LossScale",
+    "LossScaleState",
     "NonFinite",
     "NonFiniteError",
     "Placement",
@@ -43,6 +47,7 @@ __all__ = [
     "apply",
     "checkpoint",
     "compiler_options",
+    "distributed",
     "expect_collectives",
     "init_feedback",
     "low_precision_adamw",

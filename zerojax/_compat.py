@@ -114,6 +114,14 @@ def manual_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def acts_on_the_world(eqn: Any) -> bool:
+    """Whether an equation does more than compute its outputs: it reads or writes a reference, or calls the host."""
+    # A collective has an effect that names its axis, and only computes.
+    effects = [e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"]
+    refers = any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars))
+    return bool(effects) or refers or eqn.primitive.name.endswith("callback")
+
+
 def is_traced(x: Any) -> bool:
     """Whether `x` stands for a value that is not known while the program is traced."""
     return isinstance(x, Tracer)

@@ -65,6 +65,9 @@ class ZeroConfig:
         rounding: "nearest" or "stochastic", of gradients.
         error_feedback: carry what the quantisation between nodes lost into the next step.
         min_quantize_size: leaves with fewer elements, and all of one dim, travel unquantised.
+        kernels: who quantises on GPUs: "auto" takes a Pallas kernel where its first use on the device shows that it has
+            the bits of XLA's program and is not slower, "always" where there is one, "never" leaves it to XLA. The
+            values are the same. The environment variable PALLAS_KERNELS says it for "auto".
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
@@ -88,6 +91,7 @@ class ZeroConfig:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False
     min_quantize_size: int = 2**14
+    kernels: Literal["auto", "always", "never"] = "auto"
 
     @classmethod
     def zero_plus_plus(cls, **overrides: Any) -> ZeroConfig:
@@ -133,13 +137,17 @@ class ZeroConfig:
             one = _format("quantize_gradients", gradients, GRADIENT_FORMATS)
             pair = None if one is None else (one, one)
         object.__setattr__(self, "quantize_gradients", pair)
+        if self.kernels not in ("auto", "always", "never"):
+            raise ValueError(f"ZeroConfig(kernels={self.kernels!r}): kernels must be 'auto', 'always' or 'never'")
         no_effect = {
             "quantize_weights": self.quantize_weights and self.stage < 3 and "weights are gathered only at stage 3",
             "secondary": self.secondary and (
                 (self.stage < 3 and "weights are gathered only at stage 3")
                 or (len(self.axes) < 2 and "a secondary partition needs two axes, ('node', 'local')")),
-            "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces whole gradients; use stage 1 to 3",
+            "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces full gradients; use stage 1 to 3",
             "rounding": self.rounding != "nearest" and not pair and "it applies to quantize_gradients, which is None",
+            "kernels": self.kernels != "auto" and not pair and not self.quantize_weights
+                and "they quantise, and neither quantize_weights nor quantize_gradients is given",
             "error_feedback": self.error_feedback and (
                 (not pair and "it applies to quantize_gradients, which is None")
                 or (len(self.axes) < 2 and "it applies to the hop between nodes, and there is one axis")),

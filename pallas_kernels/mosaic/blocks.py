@@ -2,7 +2,7 @@
 
 The values of a chunk arrive as parts, float32 ``[outer, *middle, part_cols]``: one part (8 bits), or the two halves of
 every block (4 bits), so that packing two levels into a byte needs no move across lanes. Same arithmetic and same
-order as `reference`, hence the same bits. Knows nothing of where the values came from.
+order as `reference`, hence the same bits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A program walks over the contributions in index order, a few per loop step so that their loads overlap while the
 registers stay few. Levels come out of a logic instruction and an exact subtraction, and level x scale is exact, so the
-sum has the reference's bits. Knows nothing of what becomes of the sum.
+sum has the reference's bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sum kernels: dequantise every contribution, add in float32, and write the sum or quantise it again.
 
 A program owns a chunk of elements, adds up its contributions (`contributions`), rotates the sum once where a
-format rotates, and writes or quantises it. Knows nothing of where the contributions came from.
+format rotates, and writes or quantises it.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import CompiledProgram, read_program
 from zerojax.planner.gpus import absent_mesh
 
-FLOAT32 = 1e-5  # as in test_oracle
 ALL = {"quantize_weights": "int8", "secondary": True, "quantize_gradients": ("int8", "int4")}
 
 

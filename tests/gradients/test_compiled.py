@@ -1,4 +1,4 @@
-"""The whole step compiled for H100 nodes that are not there: what it sends, where, in which dtype, and what it holds.
+"""The whole step compiled ahead of time for H100 nodes: what it sends, where, in which dtype, and what it holds.
 
 The program is the one a cluster would run: dtype on the wire, loops, donated bytes and temporary memory are the
 compiler's own. The model has one stack of layers with four large leaves, a tied embedding and a norm scale. M is the

@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import read_program
 from zerojax.planner.gpus import absent_mesh
 
-FLOAT32 = 1e-5  # as in test_oracle
 PARAMS = {"first": jnp.linspace(-1, 1, 9 * 24).reshape(9, 24), "last": jnp.linspace(1, -1, 24 * 5).reshape(24, 5)}
 STATE = {"mean": jnp.zeros(24), "var": jnp.ones(24), "count": jnp.int32(0)}
 BATCH = models.dense_batches(1, 48)[0]

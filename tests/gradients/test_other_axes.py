@@ -15,12 +15,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import read_program
 from zerojax.planner.gpus import absent_mesh
 
-FLOAT32 = 1e-5  # as in test_oracle
 EXPERTS, WIDTH, HIDDEN, LENGTH = 4, 16, 24, 6
 
 SPECS = {

@@ -13,13 +13,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32
 
 import pallas_kernels
 import zerojax
 from zerojax.hlo.program import read_program
 from zerojax.planner.gpus import absent_mesh
 
-FLOAT32 = 1e-5  # as in test_oracle
 LAYERS, WIDTH, RANK = 2, 24, 3
 
 

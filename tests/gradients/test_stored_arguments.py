@@ -8,13 +8,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import read_program
 from zerojax.layout.layout import StoredParams
 from zerojax.planner.gpus import absent_mesh
 
-FLOAT32 = 1e-5  # as in test_oracle
 BATCH = models.dense_batches(1, 56)[0]
 
 

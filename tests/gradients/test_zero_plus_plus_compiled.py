@@ -1,4 +1,4 @@
-"""ZeRO++ compiled for H100 nodes that are not there: bytes that enter each node, memory, messages, passes over leaves.
+"""ZeRO++ compiled ahead of time for H100 nodes: bytes that enter each node, memory, messages, passes over leaves.
 
 The measure is bytes entering each node per step in units of M, the parameters in bfloat16: a gather in bfloat16, flat
 or in two hops, brings (n - 1) / n of M into each of n nodes, a flat reduce-scatter the same, the two-hop reduction with

@@ -1,4 +1,4 @@
-"""The reader of compiled programs on programs compiled here, for absent GPUs and for simulated CPU devices."""
+"""The reader of compiled programs on programs compiled here, for target GPUs and for simulated CPU devices."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Each kernel compiles for GPUs that are not there, and its machine code keeps the promises made for it.
+"""Each kernel compiles ahead of time for target GPUs, and its machine code keeps the promises made for it.
 
 The deviceless compile runs the assembler: registers, spills and instructions are those of the code that would run.
 """

@@ -6,10 +6,10 @@ import models
 import optax
 import optax.contrib
 import pytest
+from tolerances import FLOAT32
 
 import zerojax
 
-FLOAT32 = 1e-5  # as in test_oracle
 BATCH = models.dense_batches(1, 56)[0]
 
 

@@ -94,7 +94,7 @@ def test_people_get_tables_and_a_recommendation(here, capsys):
     status, out, err = run(capsys, "gpt:18b", "--no-compile", "--recommend", "--plot", "plan.png")
     assert status == 0
     parts = (
-        "18.4B parameters", "3 qwZ hpZ qgZ", "Memory per device", "Held whole by every device", "between nodes",
+        "18.4B parameters", "3 qwZ hpZ qgZ", "Memory per device", "Replicated on every device", "between nodes",
         "Communication: GB per step", "least exposed communication that fits", "does not fit: stage 0",
     )  # fmt: skip
     for wanted in parts:

@@ -1,4 +1,4 @@
-"""GPU targets and the meshes of GPUs that are not there."""
+"""GPU targets and their meshes."""
 
 import dataclasses
 import importlib.metadata

@@ -1,10 +1,14 @@
 """The replay against seconds counted by hand, on schedules written by hand."""
 
+import dataclasses
+import json
+
 import pytest
 
 from zerojax.hlo.program import read_program
 from zerojax.planner.replay import replay
 from zerojax.planner.time import Links
+from zerojax.planner.trace import layer_windows, write_trace
 
 MESH = {"node": 2, "local": 2}
 # A product of (1000, 1000) float32 matrices is 2e9 FLOP, at half the rate of bfloat16: 2 s. Its 12 MB and other
@@ -150,3 +154,78 @@ def test_a_fusion_touches_the_slice_it_reads_and_the_update_it_writes():
         LINKS,
     )
     assert found.seconds == pytest.approx((2 + 2) / 6, rel=1e-4)  # 1 MB in and out, twice, and an index
+
+
+def looped(trips):
+    """A gather between nodes of which the product of each iteration hides 2 of 2.5 seconds."""
+    state = "(s32[], f32[1000,1000]{1,0}, f32[250000]{0})"
+    return program(
+        "%zero = s32[] constant(0)",
+        f"%t = {state} tuple(%zero, %x, %s)",
+        f"ROOT %w = {state} while(%t), condition=%condition, body=%body, "
+        f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}',
+        extra=LOOP.format(first=gather("g", NODE), second=dot("y"), third=done("d", "g")),
+    )
+
+
+def test_a_trace_holds_each_slice_on_its_track_with_bytes_and_flop(tmp_path):
+    found = replay(looped(3), LINKS, record=True)
+    write_trace(found, tmp_path / "step.json", names={"g": "['w']"}, title="a model")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [e for e in events if e["ph"] == "X"]
+    by_track = {}
+    for e in slices:
+        by_track.setdefault(tracks[e["tid"]], []).append(e)
+    products, travels = by_track["compute"], by_track["between nodes"]
+    assert [e["dur"] for e in products] == pytest.approx([2e6] * 3)
+    assert {e["args"]["FLOP"] for e in products} == {2 * 1000**3}
+    assert [e["ts"] for e in travels] == pytest.approx([0, 2.5e6, 5e6])
+    assert {(e["name"], e["args"]["bytes"]) for e in travels} == {("g ['w']", 2_000_000)}
+    assert [e["dur"] for e in by_track["compute waits for"]] == pytest.approx([0.5e6] * 3)
+    assert [e["name"] for e in by_track["loops"]] == ["w 1/3", "w 2/3", "w 3/3"]
+
+
+def test_the_window_of_a_layer_is_an_iteration_from_the_middle():
+    (window,) = layer_windows(replay(looped(5), LINKS, record=True))
+    assert (window.begin, window.end) == pytest.approx((5.0, 7.5))
+    assert "iteration 3 of 5" in window.title
+    (whole,) = layer_windows(replay(program(dot("y")), LINKS, record=True))
+    assert (whole.begin, whole.end) == pytest.approx((0.0, 2.0))
+
+
+def test_kernels_in_a_fused_scope_take_their_share_of_the_flop_and_no_bytes():
+    def named(line, scope):
+        return f'{line}, metadata={{op_name="jit(f)/{scope}/dot_general"}}'
+
+    body = named(dot("y"), "flash_attention"), named("ROOT %z = f32[1000,1000]{1,0} copy(%y)", "flash_attention")
+    assert replay(program(*body), LINKS).seconds == pytest.approx(1)  # half of its two seconds
+    assert replay(program(*body), LINKS, fused={"flash_attention": 0.25}).seconds == pytest.approx(0.5)
+    assert replay(program(*body), LINKS, fused={}).seconds == pytest.approx(2 + 8 / 6)
+
+
+def test_small_products_are_slower_and_every_kernel_takes_its_launch():
+    links = dataclasses.replace(LINKS, memory_bandwidth=1e12, core_count=100)
+    # 8 x 4 tiles of (128, 256): of 100 multiprocessors 68 are idle, and the last tiles are not full.
+    seconds = replay(program(dot("y")), links).seconds
+    assert seconds == pytest.approx(2 * 100 / (1000 * 1000 / (128 * 256)))
+    launched = dataclasses.replace(links, launch_seconds=7.0)
+    assert replay(program(dot("y")), launched).seconds == pytest.approx(7)
+
+
+BRANCHES = """%slow (p: f32[1000,1000]) -> f32[1000,1000] {
+  %x = f32[1000,1000]{1,0} parameter(0)
+  ROOT %y = f32[1000,1000]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%quick (p: f32[1000,1000]) -> f32[1000,1000] {
+  ROOT %x = f32[1000,1000]{1,0} parameter(0)
+}
+"""
+
+
+def test_of_branches_the_slowest_counts():
+    line = (
+        "ROOT %c = f32[1000,1000]{1,0} conditional(%n, %x, %x), branch_computations={%quick, %slow}"
+    )
+    assert replay(program("%n = s32[] constant(0)", line, extra=BRANCHES), LINKS).seconds == pytest.approx(2)

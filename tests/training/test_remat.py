@@ -1,4 +1,4 @@
-"""Activation checkpointing: values and gradients of the oracle, and memory and traffic compiled for absent GPUs."""
+"""Activation checkpointing: values and gradients of the oracle, and memory and traffic compiled for target GPUs."""
 
 import functools
 

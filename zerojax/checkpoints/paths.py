@@ -2,8 +2,7 @@
 
 A checkpoint is there whole or not at all. It is written beside its place and renamed at the end; one that replaces
 another is written whole under a name of its own first, so that at any moment at least one of the two can be read: a
-process killed between the two renamings leaves the new one under that name, where `find` takes it. Knows nothing of
-arrays.
+process killed between the two renamings leaves the new one under that name, where `find` takes it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A state is any pytree. Its parameter trees and optimizer states belong to a layout, which says how much of a stored leaf
 is padding; everything else is kept as it is. Two states can be exchanged if their leaves have the same names, logical
-shapes and dtypes, whatever the layouts. Knows nothing of files.
+shapes and dtypes, whatever the layouts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`save` and `restore`: checkpoints that know nothing of the layout they were written under.
+"""`save` and `restore`: checkpoints that do not depend on the layout they were written under.
 
 A checkpoint holds *logical* values, written and read shard by shard through Orbax: the padding of a stored leaf is cut
 off before the checkpoint is committed and grown again, as zeros, while each shard is read. So what 8 devices wrote at
-stage 1 is read by 6 at stage 3, each reading its own slices, and no device or host holds a whole leaf that the layout
+stage 1 is read by 6 at stage 3, each reading its own slices, and no device or host holds a full leaf that the layout
 splits. Shapes, dtypes and key paths are written beside the values and checked before anything is read. Knows how a
 state is placed (`zerojax.optimizer.stored`), not how it is trained.
 """

@@ -3,7 +3,7 @@
 `Collectives` is a record of pure functions over (local array, Placement), so that plain and quantised versions are
 interchangeable values. The plain gather runs over "node" first and then over "local": with slices in local-major order
 each hop concatenates contiguous chunks, and every byte crosses into a node once. The reduction is its mirror image.
-Costs stand beside the code, in bytes received per device. Knows nothing of trees, stages or where it is called from.
+Costs stand beside the code, in bytes received per device.
 """
 
 from __future__ import annotations
@@ -139,6 +139,24 @@ def within_other_axes(
         axis_names=set(other_axes),
         check_vma=False,
     )
+
+
+def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
+    """The gather of values rather than bits, which JAX can transpose: for derivatives of gradients."""
+    if not placement.is_sharded:
+        return shard
+
+    def move(x: jax.Array) -> jax.Array:
+        for axis in placement.axes:
+            x = lax.all_gather(x, axis, axis=placement.dim, tiled=True)
+        return x
+
+    return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
+
+
+def reduce_linearly(full: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
+    """The reduction in the dtype of its operand: the transpose of `gather_linearly`."""
+    return within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(full, placement))
 
 
 def _gather(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:

@@ -3,14 +3,16 @@
 Weights (arXiv 2306.10209, section 3.1): each device quantises its shard in blocks once, levels and scales are gathered
 over "node" and then over "local", and every device, the owner included, computes with the same dequantised values.
 Gradients (section 3.3): hop 1 sends each device of the node its slices by all-to-all and sums what arrives in float32;
-hop 2 does the same between nodes. Slices are in local-major order, so nothing is reordered between the hops. Payload
-and scales of an all-to-all travel as one message of bytes. Knows nothing of trees or stages; alone imports
-the kernels.
+hop 2 does the same between nodes. Slices are in local-major order, so nothing is reordered between the hops. Levels and
+scales travel as one message of bytes, large ones as two, whether XLA or a kernel wrote them. The only importer of
+the kernels here.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,26 +27,29 @@ from pallas_kernels import (
     dequantize_sum,
     dequantize_sum_quantize,
     from_slices,
-    kernels_preferred,
-    pack_apart,
-    pack_bytes,
+    kernel_policy,
     quantize_slices,
+    to_messages,
     to_slices,
     unpack_bytes,
 )
+from pallas_kernels.choice import Policy
 from zerojax.collectives.plain import Collectives, Sizes, grown_bytes, within_other_axes
 from zerojax.layout.placement import Placement, pad, trimmed_spec, unpad
 
 Pair = tuple[QuantFormat, QuantFormat]
 
 
-def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[str, ...] = ()) -> Collectives:
+def quantized_weights(
+    plain: Collectives, fmt: QuantFormat, other_axes: tuple[str, ...] = (), kernels: Policy = "auto"
+) -> Collectives:
     """`plain` with the weight gathers of large leaves quantised; other leaves move as before.
 
     Args:
         plain: unquantised collectives, with or without a secondary partition.
         fmt: format on the wire; the result has the dtype of the shard.
         other_axes: mesh axes left to the compiler.
+        kernels: who quantises, see `ZeroConfig`.
     """
 
     def gather(shard: jax.Array, placement: Placement) -> jax.Array:
@@ -52,8 +57,7 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
             return plain.gather(shard, placement)
 
         def move(x: jax.Array) -> jax.Array:
-            held = _quantized_over(x, placement.axes[:-1], fmt, stack=0)
-            return _dequantized_over(held, placement.axes[-1:], placement)
+            return _dequantized(_quantized_over(x, placement.axes, fmt, stack=0), placement)
 
         return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
 
@@ -71,7 +75,7 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
         if not isinstance(held, QuantizedArray):
             return plain.gather_secondary(held, placement)
         move = within_other_axes(
-            lambda q: _dequantized_over(q, placement.axes[-1:], placement),
+            lambda q: _dequantized(_gathered(q, placement.axes[-1:], 0), placement),
             placement, other_axes, in_spec=_held_spec(placement, 0),
         )  # fmt: skip
         return unpad(move(held), placement)
@@ -82,16 +86,16 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
         return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
 
     return plain._replace(
-        gather=gather,
-        secondary=None if plain.secondary is None else secondary,
-        gather_secondary=gather_secondary,
+        gather=_under(kernels, gather),
+        secondary=None if plain.secondary is None else _under(kernels, secondary),
+        gather_secondary=_under(kernels, gather_secondary),
         gather_bytes=gather_bytes,
     )
 
 
 def quantized_gradients(
     plain: Collectives, formats: Pair, axes: tuple[str, ...], rounding: str = "nearest",
-    other_axes: tuple[str, ...] = (),
+    other_axes: tuple[str, ...] = (), kernels: Policy = "auto",
 ) -> Collectives:  # fmt: skip
     """`plain` with the reduction of large leaves quantised; other leaves are reduced as before.
 
@@ -102,6 +106,7 @@ def quantized_gradients(
         axes: the configured data axes, outermost first.
         rounding: "nearest" or "stochastic"; the seed is taken from the gradient's own bits.
         other_axes: mesh axes left to the compiler.
+        kernels: who quantises, see `ZeroConfig`.
     """
     inside, between = formats
     rotates = inside.rotate is not None or between.rotate is not None
@@ -148,7 +153,22 @@ def quantized_gradients(
             slices //= sizes[axis]
         return received
 
-    return plain._replace(reduce=reduce, reduce_with_feedback=reduce_with_feedback, reduce_bytes=reduce_bytes)
+    return plain._replace(
+        reduce=_under(kernels, reduce),
+        reduce_with_feedback=_under(kernels, reduce_with_feedback),
+        reduce_bytes=reduce_bytes,
+    )
+
+
+def _under(kernels: Policy, move: Callable[..., Any]) -> Callable[..., Any]:
+    """The movement, traced under a policy of kernels."""
+
+    @functools.wraps(move)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        with kernel_policy(kernels):
+            return move(*args, **kwargs)
+
+    return moved
 
 
 def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, stack: int) -> QuantizedArray:
@@ -160,26 +180,24 @@ def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, s
         None if a is None else a.reshape(*lead, *a.shape[1:]) for a in (q.qvalue, q.scale, q.tile_scale)
     )
     assert qvalue is not None and scale is not None  # noqa: PT018
-    q = QuantizedArray(qvalue, scale, tile_scale, q.format, tuple(one), q.dtype)
-    for axis in axes:
-        q = jax.tree.map(lambda a, axis=axis: _all_gather(a, axis, stack), q)
-    return q
+    return _gathered(QuantizedArray(qvalue, scale, tile_scale, q.format, tuple(one), q.dtype), axes, stack)
 
 
-def _dequantized_over(q: QuantizedArray, axes: tuple[str, ...], placement: Placement) -> jax.Array:
-    """The full padded leaf from a quantised part, gathered over the last axes."""
-    for axis in axes:
-        q = jax.tree.map(lambda a, axis=axis: _all_gather(a, axis, 0), q)
+def _dequantized(q: QuantizedArray, placement: Placement) -> jax.Array:
+    """The full padded leaf from its quantised shards."""
     assert placement.dim is not None
     return dequantize(q, merge_dim=placement.dim)
 
 
-def _all_gather(x: jax.Array, axis: str, position: int) -> jax.Array:
-    """All-gather into a new dim; scales travel as bits, so that no backend widens them."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        bits = lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
-        return lax.bitcast_convert_type(lax.all_gather(bits, axis, axis=position), x.dtype)
-    return lax.all_gather(x, axis, axis=position)
+def _gathered(q: QuantizedArray, axes: tuple[str, ...], position: int) -> QuantizedArray:
+    """All-gathers over some axes into new lead dims, one message an axis (two where they are large)."""
+    if not axes:
+        return q
+    # As the dtype of a level, so that a compiled program shows what travels.
+    messages = [lax.bitcast_convert_type(m, q.qvalue.dtype) for m in to_messages(q)]
+    for axis in axes:
+        messages = [lax.all_gather(m, axis, axis=position) for m in messages]
+    return unpack_bytes(tuple(lax.bitcast_convert_type(m, jnp.uint8) for m in messages), q)
 
 
 def _reduced(
@@ -211,15 +229,12 @@ def _reduced(
 
 
 def _exchanged(q: QuantizedArray, axis: str) -> QuantizedArray:
-    """Slice i of the first lead dim to device i of the axis, as bytes: one message, or two where kernels write them."""
+    """Slice i of the first lead dim to device i of the axis, as bytes, one message (two where they are large)."""
 
     def to_all(message: jax.Array) -> jax.Array:
         return lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
 
-    if kernels_preferred():
-        payload, scales = pack_apart(q)
-        return unpack_bytes((to_all(payload), to_all(scales)), q)
-    return unpack_bytes(to_all(pack_bytes(q)), q)
+    return unpack_bytes(tuple(to_all(message) for message in to_messages(q)), q)
 
 
 def _without_padding(part: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:

@@ -33,7 +33,7 @@ def custom_rule(e: Equation) -> list[Any]:
     if not any(e.held):
         return e.bound()(e.inputs)
     if e.eqn.primitive.name == "custom_jvp_call":
-        if not any(layered) and sum(e.held) == 1:
+        if not any(layered) and (sum(e.held) == 1 or e.scope.forward_only):
             return apply_with_gather(e.bound(), e.inputs)
         forward, backward = _rule_of_jvp(e)
     else:

@@ -70,9 +70,14 @@ def evaluate_plain(
 
 def _gather_rule(e: Equation) -> list[Any]:
     """The parameters are gathered and the equation is applied."""
-    if any(True for _ in _compat.sub_jaxprs(e.eqn)):
-        _warn_of_region(e)
+    _warn_of_region(e)
     return apply_held(e.bound(), e.inputs)
+
+
+def _effect_rule(e: Equation) -> list[Any]:
+    """What an effect sees is an ordinary array, so that it runs once and is differentiated as in plain JAX."""
+    _warn_of_region(e)
+    return e.bound()([plain(x) for x in e.inputs])
 
 
 def _defer_rule(e: Equation) -> list[Any]:
@@ -83,6 +88,8 @@ def _defer_rule(e: Equation) -> list[Any]:
 
 def _warn_of_region(e: Equation) -> None:
     kind, name = PRIMITIVES.get(e.eqn.primitive.name, Kind.GATHER), e.eqn.primitive.name
+    if not any(True for _ in _compat.sub_jaxprs(e.eqn)):
+        return
     if kind is Kind.GATHER:  # nothing is known of what it does with them
         loops = any(holds_loop(jaxpr) for jaxpr in _compat.sub_jaxprs(e.eqn))
         by_layer = [loops and len(v.aval.shape) > 2 for v in e.eqn.invars]
@@ -92,13 +99,14 @@ def _warn_of_region(e: Equation) -> None:
     for x, flag in zip(e.inputs, by_layer, strict=True):
         params += params_of(x)
         layered += [flag] * len(params_of(x))
+    kind = Kind.EFFECT if _compat.acts_on_the_world(e.eqn) else kind
     warn_if_gathered_early(params, layered, e.scope, _WHY.get(kind, f"{name} is not entered"))
 
 
 _WHY = {
+    Kind.EFFECT: "what has a side effect (a reference, a call to the host) in it is not entered; put that outside",
     Kind.COND: "the condition of a lax.cond or lax.switch may differ between devices, and a gather inside needs all of "
     "them; take one that all share, for instance lax.pmax of it over the data axes",
-    Kind.WHILE: "a while_loop with side effects is not entered; leave them out, or put them outside",
     Kind.CUSTOM: "a custom derivative with symbolic_zeros is not entered; put it around one layer",
 }
 
@@ -117,5 +125,6 @@ _RULES: dict[Kind, Callable[[Equation], list[Any]]] = {
     Kind.WHILE: regions.while_rule,
     Kind.COND: regions.cond_rule,
     Kind.CUSTOM: custom_rule,
+    Kind.EFFECT: _effect_rule,
     Kind.GATHER: _gather_rule,
 }

@@ -29,6 +29,7 @@ class Kind(enum.Enum):
     WHILE = "entered; every device runs as many iterations"
     COND = "entered, where every device takes the same branch"
     CUSTOM = "entered; the user's rule is run in stored form"
+    EFFECT = "reads or writes a reference, or calls the host: gathered before it, which is then run once, as it is"
     GATHER = "gathers the parameter and is applied"
 
 
@@ -55,6 +56,8 @@ PRIMITIVES: dict[str, Kind] = {
 
 # Parameters that a deferred value is computed from, at most: its use gathers them together.
 DEFERRED_AT_ONCE = 3
+# Regions whose equations are looked at one by one, so that only those with an effect gather first.
+_GOES_THROUGH = (Kind.CALL, Kind.CHECKPOINT, Kind.SCAN)
 _MOVES_DIMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "rev",
                          "reduce_sum", "reduce_max", "reduce_min"})  # fmt: skip
 
@@ -67,6 +70,8 @@ def kind_of(eqn: Any, replicated: Sequence[bool]) -> Kind:
         replicated: for each of its inputs, whether its value is the same on every device.
     """
     kind = PRIMITIVES.get(eqn.primitive.name, Kind.GATHER)
+    if kind not in _GOES_THROUGH and _compat.acts_on_the_world(eqn):
+        return Kind.EFFECT
     if kind is Kind.VIEW and len(eqn.invars) > 1:  # a shape given by an operand
         return Kind.GATHER
     if kind is Kind.SLICE and not all(replicated[1:]):
@@ -74,8 +79,6 @@ def kind_of(eqn: Any, replicated: Sequence[bool]) -> Kind:
         return Kind.GATHER
     if kind is Kind.COND and not replicated[0]:
         return Kind.GATHER  # devices in another branch would not take part in the collectives of this one
-    if kind is Kind.WHILE and _has_effects(eqn):
-        return Kind.GATHER
     if kind is Kind.DEFER and not all(replicated):
         return Kind.GATHER  # it takes part in the computation on this device's batch
     if kind is Kind.STACK and eqn.params.get("axis", eqn.params.get("dimension")) != 0:
@@ -85,10 +88,6 @@ def kind_of(eqn: Any, replicated: Sequence[bool]) -> Kind:
     if kind is Kind.CHECKPOINT and eqn.params["differentiated"]:
         return Kind.GATHER
     return kind
-
-
-def _has_effects(eqn: Any) -> bool:
-    return bool(getattr(eqn, "effects", ()))
 
 
 def layer_flags(eqn: Any, length: int) -> list[bool] | None:

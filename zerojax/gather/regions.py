@@ -34,7 +34,7 @@ def checkpoint_rule(e: Equation) -> list[Any]:
     flat, rebuild = disassemble(hoist_secondaries(jaxpr, e.inputs, e.replicated, e.scope))
 
     def body(*arrays: Any) -> list[jax.Array]:
-        inner = e.scope.nested(checkpointed=True)
+        inner = e.scope.nested()
         return e.evaluate_plain(jaxpr, rebuild(arrays, inner), inner, e.replicated)
 
     return list(jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*flat))
@@ -123,7 +123,9 @@ def while_rule(e: Equation) -> list[Any]:
     flat, rebuild = disassemble([*held[: loop.consts], *(x for x, m in zip(carry, moving, strict=True) if not m)])
     axes = next(p.placement.axes for x in held for p in params_of(x))
 
-    def run(first: list[Any], flat: list[Any], of_cond: list[Any]) -> list[Any]:
+    accumulators = [p.grad_accumulator for x in inputs for p in params_of(x)]
+
+    def run(first: list[Any], flat: list[Any], of_cond: list[Any], accumulators: list[Any]) -> list[Any]:
         def goes_on(carried: list[Any], scope: Scope) -> jax.Array:
             fixed, now = iter(rebuild(flat, scope)[loop.consts :]), iter(carried)
             every = [next(now) if m else next(fixed) for m in moving]
@@ -150,12 +152,13 @@ def while_rule(e: Equation) -> list[Any]:
         going = goes_on(first, e.scope.nested())
         return lax.while_loop(lambda state: state[0], together, (anywhere(going), going, first))[2]
 
-    results = iter(_forward_only(run)([x for x, m in zip(carry, moving, strict=True) if m], flat, of_cond))
+    looped = run if e.scope.forward_only else _forward_only(run)
+    results = iter(looped([x for x, m in zip(carry, moving, strict=True) if m], flat, of_cond, accumulators))
     return [next(results) if m else x for x, m in zip(inputs[loop.consts :], moving, strict=True)]
 
 
 def _forward_only(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """A loop of unknown length is not differentiated in reverse, here as in JAX."""
+    """A loop of unknown length is not differentiated in reverse, here as in JAX: not by its last argument either."""
 
     def refuse(residuals: None, cotangents: list[Any]) -> Any:
         raise ValueError(

@@ -34,7 +34,7 @@ def output_flags(eqn: Any, inputs: Sequence[bool]) -> list[bool]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _COMMON and _spans_all_axes(eqn):
         return [True] * count
-    if name in _DIFFERENT or getattr(eqn, "effects", None):
+    if name in _DIFFERENT or _compat.acts_on_the_world(eqn):
         return [False] * count
     if name == "scan":
         consts, carried = _compat.scan_arity(eqn.params)
@@ -116,7 +116,7 @@ def _spans_all_axes(eqn: Any) -> bool:
 def _has_own_values(jaxpr: Any) -> bool:
     return any(
         eqn.primitive.name in _DIFFERENT
-        or getattr(eqn, "effects", None)
+        or _compat.acts_on_the_world(eqn)
         or any(map(_has_own_values, _compat.sub_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )

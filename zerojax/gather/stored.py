@@ -48,8 +48,8 @@ class Scope:
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
-        keeps_values: whether what is computed here waits for the backward pass: not under activation checkpointing, nor
-            where there is none.
+        forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
+            is the inputs beside the parameters.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Scope:
         barrier: bool = True,
         min_loop_size: int = 0,
         fed_back: dict[str, object] | None = None,
-        keeps_values: bool = False,
         total: int = 0,
+        forward_only: bool = False,
     ) -> None:
         self.collectives = collectives
         self.total = total
-        self.keeps_values = keeps_values
+        self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
         self.barrier = barrier
         self.min_loop_size = min_loop_size
@@ -74,11 +74,11 @@ class Scope:
         self._secondaries: dict[int, Stored] = {}
         self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
 
-    def nested(self, *, checkpointed: bool = False) -> Scope:
+    def nested(self) -> Scope:
         """A scope for the body of a loop or of a checkpointed function."""
         return Scope(
             self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            keeps_values=self.keeps_values and not checkpointed, total=self.total,
+            forward_only=self.forward_only, total=self.total,
         )  # fmt: skip
 
     def enter(
@@ -207,6 +207,9 @@ class Stored:
 def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequence[Any]) -> list[jax.Array]:
     """Applies an operation to arguments of which some are `Stored`, keeping only shards for the backward pass.
 
+    Only what is perturbed is differentiated, as in plain JAX: an operation without a derivative may read the batch or a
+    stopped parameter. A derivative of the derivative, of either mode, flows through the shards.
+
     Args:
         apply: the operation on plain local arrays; must not close over traced values.
         args: its arguments; `Stored` ones are gathered here and again in the backward pass.
@@ -215,40 +218,73 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     stored = [a for a in args if isinstance(a, Stored)]
     where = [isinstance(a, Stored) for a in args]
     others = [a for a in args if not isinstance(a, Stored)]
-    barrier = stored[0].scope.barrier
+    scope = stored[0].scope
+    # Flat, since the rules below are given marked leaves, which a quantised array could not hold.
+    held, structure = jax.tree.flatten([s.shard for s in stored])
+    holders = [s.grad_accumulator for s in stored if s.grad_accumulator is not None]
+    has_holder = [s.grad_accumulator is not None for s in stored]
 
     def gathered(shards: Sequence[Any]) -> list[jax.Array]:
-        return [s.gathered(shard) for s, shard in zip(stored, shards, strict=True)]
+        parts = structure.unflatten(shards)
+        return [s.gathered(shard) for s, shard in zip(stored, parts, strict=True)]
 
     def merged(fulls: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         of_stored, of_rest = iter(fulls), iter(rest)
         return [next(of_stored) if is_stored else next(of_rest) for is_stored in where]
 
-    @jax.custom_vjp
-    def op(shards: list[Any], holders: list[Any], rest: list[Any]) -> list[Any]:
+    def forward(shards: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         return list(apply(merged(gathered(shards), rest)))
 
+    # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
+    whole = jax.checkpoint(forward)
+    if scope.forward_only:
+        return list(whole(held, others))
+
+    @jax.custom_vjp
+    def op(shards: list[Any], holders: list[Any], rest: list[Any]) -> list[Any]:
+        return forward(shards, rest)
+
     def fwd(shards: list[Any], holders: list[Any], rest: list[Any]) -> tuple[list[Any], Any]:
-        return op(shards, holders, rest), (shards, rest)
+        values, inputs = [x.value for x in shards], [x.value for x in rest]
+        marks = _Perturbed(tuple(x.perturbed for x in holders), tuple(x.perturbed for x in rest))
+        return list(whole(values, inputs)), (values, inputs, marks)
 
     def bwd(residuals: Any, cotangents: list[Any]) -> tuple[Any, Any, Any]:
-        shards, rest = residuals
-        if barrier:
+        shards, rest, marks = residuals
+        cotangents = [_instantiated(c) for c in cotangents]
+        if scope.barrier:
             shards, cotangents = _after(shards, cotangents)
         fulls = gathered(shards)
-        wanted = [s.grad_accumulator is not None for s in stored]
-        inexact = [_is_inexact(r) for r in rest]
+        wanted = _fill(has_holder, has_holder, marks.holders)
+        perturbed = [m and _is_inexact(r) for r, m in zip(rest, marks.rest, strict=True)]
 
-        def of_inputs(wanted_fulls: list[Any], inexact_rest: list[Any]) -> list[Any]:
-            return list(apply(merged(_fill(fulls, wanted, wanted_fulls), _fill(rest, inexact, inexact_rest))))
+        def of_inputs(wanted_fulls: list[Any], perturbed_rest: list[Any]) -> list[Any]:
+            return list(apply(merged(_fill(fulls, wanted, wanted_fulls), _fill(rest, perturbed, perturbed_rest))))
 
-        _, vjp = jax.vjp(of_inputs, _take(fulls, wanted), _take(rest, inexact))
+        _, vjp = jax.vjp(of_inputs, _take(fulls, wanted), _take(rest, perturbed))
         d_fulls, d_rest = vjp(cotangents)
-        nothing = [None] * len(rest)
-        return [None] * len(shards), d_fulls, _fill(nothing, inexact, d_rest)
+        d_holders = _fill([None] * len(marks.holders), marks.holders, d_fulls)
+        return [None] * len(shards), d_holders, _fill([None] * len(rest), perturbed, d_rest)
 
-    op.defvjp(fwd, bwd)
-    return op([s.shard for s in stored], [s.grad_accumulator for s in stored if s.grad_accumulator is not None], others)
+    op.defvjp(fwd, bwd, symbolic_zeros=True)
+    return op(held, holders, others)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Perturbed:
+    """Which inputs of an operation are differentiated, as a residual that is known while the program is traced."""
+
+    holders: tuple[bool, ...]
+    rest: tuple[bool, ...]
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """A cotangent as an array, also where it is known to be zero."""
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    zeros = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(cotangent.shape, cotangent.dtype)
 
 
 def _grad_accumulator(
@@ -266,7 +302,7 @@ def _grad_accumulator(
         return jnp.zeros(placement.shape, grad_input.dtype)
 
     def fwd(grad_input: jax.Array, feedback: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        return expand(grad_input, feedback), feedback
+        return jnp.zeros(placement.shape, grad_input.dtype), feedback
 
     def bwd(feedback: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         if feedback is None:

@@ -3,7 +3,7 @@
 What a placement cannot know about traffic is in the loss itself: a float32 parameter that is cast to bfloat16 travels
 in 2 bytes, a stack that is scanned over moves one layer at a time, and the table of an embedding lookup is not read
 again by the backward pass. This follows the parameters through the traced loss, with nothing compiled, by the table and
-by the `Loop` that the evaluator runs by. Knows nothing of meshes or placements.
+by the `Loop` that the evaluator runs by.
 """
 
 from __future__ import annotations
@@ -246,6 +246,8 @@ def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bo
     if kind in (Kind.CHECKPOINT, Kind.CUSTOM):
         place = dataclasses.replace(place, recomputed=place.recomputed or kind is Kind.CHECKPOINT)
         _end(_follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], values, replicated, place), place)
+    elif kind is Kind.EFFECT:
+        _end(values, place)
     elif kind is Kind.COND:
         for branch in eqn.params["branches"]:
             _end(_follow(_compat.open_jaxpr(branch)[0], values[1:], replicated[1:], place), place)

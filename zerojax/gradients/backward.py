@@ -1,10 +1,10 @@
 """One device's forward and backward pass on its part of the batch, and where its gradients are reduced.
 
-Stages 0 and 1 differentiate the loss on whole parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
+Stages 0 and 1 differentiate the loss on full parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
 with parameters in stored form, so that each gradient is reduced where it arises; what is differentiated there is the
-*gradient input* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that carry the reduced
-gradient out. Each can also do as the other does, for gradients that are summed over microbatches. Runs inside
-`shard_map` over the data axes.
+*gradient input* of each leaf: an input of the shard's shape whose value nobody reads (the shard itself at stage 3,
+zeros at stage 2), which carries the reduced gradient out. Each can also do as the other does, for gradients that are
+summed over microbatches. Runs inside `shard_map` over the data axes.
 
 JAX 0.10 and 0.11 by default delay each layer's reduce-scatter into the next layer's backward pass: that hides it, and
 holds the gradients of up to two layers. To turn it off, `jax.jit(step, compiler_options=...)` with
@@ -55,10 +55,10 @@ class Backward(NamedTuple):
 def whole_backward(
     loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, each: bool = False
 ) -> Backward:
-    """Stages 0 and 1: whole parameters.
+    """Stages 0 and 1: full parameters.
 
     Args:
-        loss_fn: the loss on whole parameters.
+        loss_fn: the loss on full parameters.
         layout: the layout.
         leaves: the parameters.
         batch: an example of what `run` will be given, for its shapes.
@@ -99,7 +99,7 @@ def staged_backward(
     """Stages 2 and 3: partial gradients of sharded leaves are reduced shards, those of replicated leaves are local.
 
     Args:
-        loss_fn: the loss on whole parameters.
+        loss_fn: the loss on full parameters.
         layout: the layout.
         leaves: the parameters in stored form.
         batch: an example of what `run` will be given, for its shapes.
@@ -119,9 +119,9 @@ def staged_backward(
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
         def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any]) -> Any:
-            scope = layout_scope(layout, reduces=not deferred, keeps_values=True)
+            scope = layout_scope(layout, reduces=not deferred)
             parts = zip(held, grad_inputs, feedback, strict=True)
-            args = [_entered(*part, layout, scope, deferred) for part in parts]
+            args = [_entered(*part, scope) for part in parts]
             inputs, same = [*args, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
             return arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
 
@@ -148,7 +148,7 @@ def staged_backward(
 
 
 def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callable[[list[Any], list[Any]], Reduced]:
-    """Reduces one whole gradient per leaf under its placement; what has none is left as it is."""
+    """Reduces one full gradient per leaf under its placement; what has none is left as it is."""
     collectives = layout_collectives(layout)
 
     def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
@@ -168,7 +168,7 @@ def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callab
 def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any) -> Tree:
     """Runs a function on stored parameters without gradients."""
     jaxpr, out_tree = trace(fn, layout, batch, rest)
-    scope = layout_scope(layout)
+    scope = layout_scope(layout, forward_only=True)
     held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
     inputs, same = [*held, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
     return arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
@@ -191,13 +191,13 @@ def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tup
     return jaxpr, jax.tree.structure(shape)
 
 
-def layout_scope(layout: Layout, *, reduces: bool = True, keeps_values: bool = False) -> Scope:
+def layout_scope(layout: Layout, *, reduces: bool = True, forward_only: bool = False) -> Scope:
     """A top-level scope for a layout; gradients leave it reduced or whole."""
     collectives = layout_collectives(layout)
     return Scope(
         collectives if reduces else unreduced(collectives),
         min_loop_size=layout.config.min_shard_size,
-        keeps_values=keeps_values and layout.stage >= 3,
+        forward_only=forward_only,
     )
 
 
@@ -214,21 +214,19 @@ def _grad_input(x: jax.Array, p: Placement, layout: Layout, deferred: bool) -> j
     return jnp.zeros(p.shard_shape, p.dtype) if layout.stage == 2 and p.is_sharded else x
 
 
-def _entered(
-    x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope, deferred: bool
-) -> Any:
+def _entered(x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, scope: Scope) -> Any:
     """A leaf as the evaluator takes it, under differentiation with respect to its grad_input and feedback."""
     if not isinstance(x, Stored):
         return x if grad_input is None else grad_input
     if x.is_secondary:
         narrow = None if grad_input is None else grad_input.astype(x.placement.dtype)
         return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
-    shard = grad_input if layout.stage >= 3 and grad_input is not None and not deferred else x.shard
-    return scope.enter(shard, grad_input, x.placement, feedback=feedback)
+    # The shard itself is not differentiated here: what it is used for under `stop_gradient` must not seem to be.
+    return scope.enter(x.shard, grad_input, x.placement, feedback=feedback)
 
 
 def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:
-    """Placements under which whole gradients are reduced: stacks of norm scales or biases are no matrices.
+    """Placements under which full gradients are reduced: stacks of norm scales or biases are no matrices.
 
     `traced` gives the loss's jaxpr, which only quantised reductions need.
     """

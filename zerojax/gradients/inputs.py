@@ -1,8 +1,7 @@
 """What goes into and comes out of a step beside the parameters: batches, keys, per-example outputs, averages.
 
 A batch is split on its leading dim over the data axes, node by node, so that a host's examples stay on its devices.
-Everything else is replicated, except that PRNG keys are folded with the index of the device. Knows nothing of
-parameters or gradients.
+Everything else is replicated, except that PRNG keys are folded with the index of the device.
 """
 
 from __future__ import annotations
@@ -155,6 +154,20 @@ def average_outputs(out: Tree, specs: Tree, layout: Layout) -> Tree:
     """Averages over the devices what does not stay sharded (inside `shard_map`)."""
     axes = layout.config.axes
     return jax.tree.map(lambda x, spec: x if spec == PartitionSpec(axes) else lax.pmean(x, axes), out, specs)
+
+
+def not_differentiated(tree: Tree, message: str) -> Tree:
+    """The tree as it is; a derivative with respect to it, of either mode, which would silently be wrong, is refused."""
+
+    @jax.custom_jvp
+    def same(tree: Tree) -> Tree:
+        return tree
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise ValueError(message)
+
+    return same(tree)
 
 
 def _is_array(x: Any) -> bool:

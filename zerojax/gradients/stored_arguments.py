@@ -21,11 +21,17 @@ from jax.sharding import PartitionSpec
 from zerojax import _compat
 from zerojax.gather.evaluate import evaluate_plain
 from zerojax.gradients.backward import layout_scope
+from zerojax.gradients.inputs import not_differentiated
 from zerojax.layout.layout import Layout, StoredParams
 from zerojax.layout.notices import ZeroNotice
 from zerojax.layout.placement import Placement
 
 Tree = Any
+
+_STORED_IS_CONSTANT = (
+    "nothing is differentiated with respect to arguments that layout.stored marks: pass what is to be differentiated "
+    "as the parameters (first argument) of value_and_grad, or put jax.lax.stop_gradient around it"
+)
 
 
 def marked_arguments(batch: Tree, rest: tuple[Any, ...], model_state: Tree, layout: Layout) -> tuple[Any, ...]:
@@ -88,12 +94,12 @@ def without_gradient(rest: Any) -> Any:
     """The arguments as they are; a derivative with respect to marked ones, which would silently be zero, is refused."""
 
     def guarded(x: Any) -> Any:
-        return StoredParams(_not_differentiated(x.tree), x.layout) if _is_marked(x) else x
+        return StoredParams(not_differentiated(x.tree, _STORED_IS_CONSTANT), x.layout) if _is_marked(x) else x
 
     return jax.tree.map(guarded, rest, is_leaf=_is_marked)
 
 
-def gathering_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
+def gathering_arguments(fn: Callable[..., Any], *, forward_only: bool = False) -> Callable[..., Any]:
     """`fn(params, batch, *rest)` that takes this device's shards of marked arguments and gathers them on use.
 
     One layout after the other: each has collectives of its own.
@@ -105,7 +111,8 @@ def gathering_arguments(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(params, batch, *rest)
         layout = marked[0].layout
         # Below stage 3 what is split is no parameter but, say, an average that the optimizer keeps.
-        scope = layout_scope(dataclasses.replace(layout, config=dataclasses.replace(layout.config, stage=3)))
+        split = dataclasses.replace(layout, config=dataclasses.replace(layout.config, stage=3))
+        scope = layout_scope(split, forward_only=forward_only)
 
         def entered(x: Any) -> Any:
             if not (_is_marked(x) and x.layout is layout):
@@ -178,7 +185,7 @@ def _refuse_parts(name: str, where: str, argument: Tree, layout: Layout) -> None
                 raise ValueError(
                     f"{name}{jax.tree_util.keystr(path)}{where} has the structure and the padded shapes of parameters "
                     f"in stored form (params{part[0].path}, ...): the loss would see the padding. Pass "
-                    "layout.stored(params) of the whole tree after the batch, or give this part a layout of its own "
+                    "layout.stored(params) of the full tree after the batch, or give this part a layout of its own "
                     "(zerojax.partition) and pass that layout's stored(part)"
                 )
 
@@ -199,18 +206,3 @@ def _is_whole(tree: Tree) -> bool:
         not isinstance(x, jax.Array) or (not _compat.is_traced(x) and x.sharding.is_fully_replicated)
         for x in jax.tree.leaves(tree)
     )
-
-
-@jax.custom_vjp
-def _not_differentiated(tree: Tree) -> Tree:
-    return tree
-
-
-def _refuse_gradient(tree: Tree) -> Any:
-    raise ValueError(
-        "nothing is differentiated with respect to arguments that layout.stored marks: pass what is to be "
-        "differentiated as the parameters (first argument) of value_and_grad, or put jax.lax.stop_gradient around it"
-    )
-
-
-_not_differentiated.defvjp(_refuse_gradient, lambda residuals, cotangent: (cotangent,))

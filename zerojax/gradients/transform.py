@@ -2,7 +2,7 @@
 
 Each device computes the loss of its part of the batch; the gradient is the mean over all devices, reduced where it
 arises (stages 2 and 3: in the backward loop body; stages 0 and 1: after it) by explicit collectives. Source: arXiv
-1910.02054, sections 5 and 7. Knows nothing of optimizers.
+1910.02054, sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax.collectives.select import has_secondary
 from zerojax.gradients import inputs as batches
 from zerojax.gradients.backward import forward
 from zerojax.gradients.feedback import check_feedback, feedback_specs
@@ -39,6 +40,16 @@ from zerojax.layout.placement import Placement
 
 Tree = Any
 
+_APPLY_IS_FORWARD = (
+    "zerojax.apply is forward only and cannot be differentiated with respect to the parameters: use "
+    "zerojax.value_and_grad(loss_fn, layout) in place of jax.grad"
+)
+_NO_SECOND_DERIVATIVE = (
+    "zerojax.value_and_grad cannot itself be differentiated with respect to the parameters where weights keep a "
+    "secondary partition (ZeroConfig(secondary=True)): for gradient penalties, meta-learning or Hessians use a layout "
+    "with secondary=False"
+)
+
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
@@ -52,7 +63,7 @@ def value_and_grad(
     """Replaces `jax.value_and_grad` for parameters in stored form.
 
     Args:
-        loss_fn: `loss_fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch;
+        loss_fn: `loss_fn(params, batch, *rest)`, written for full parameters and one device's part of the batch;
             returns a scalar mean loss. With `weighted` it returns (sum, weight), and the result is the exact quotient
             of the global sums, also for unequal weights (token counts, say). With `has_aux` it returns (loss, aux).
         layout: the layout of the parameters.
@@ -144,6 +155,8 @@ def gradient_function(
         params = layout.entered(params)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, model_state, layout))
+        if layout.stage >= 3 and has_secondary(layout):
+            params = batches.not_differentiated(params, _NO_SECOND_DERIVATIVE)
         batch_specs = batches.batch_specs(batch, layout, microbatches)
         rest = (model_state, *rest) if mutable else rest
         shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
@@ -186,7 +199,7 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     """Runs a forward function on stored parameters, with the same gather on use: evaluation, sampling, metrics.
 
     Args:
-        fn: `fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch.
+        fn: `fn(params, batch, *rest)`, written for full parameters and one device's part of the batch.
         layout: the layout of the parameters.
 
     Returns:
@@ -215,13 +228,13 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
         out_specs = batches.output_specs(_output_shapes(fn, layout, batch, rest), batch, layout)
 
         def local(params: Tree, batch: Tree, rest: Any) -> Tree:
-            on_device = gathering_arguments(fn)
+            on_device = gathering_arguments(fn, forward_only=True)
             out = forward(on_device, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
             return batches.average_outputs(out, out_specs, layout)
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         return _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs)(
-            _not_differentiated(params),
+            batches.not_differentiated(params, _APPLY_IS_FORWARD),
             batches.on_mesh(batch, batch_specs, layout),
             batches.on_mesh(rest, rest_specs, layout),
         )
@@ -278,19 +291,3 @@ def _whole(rest: Any, layout: Layout) -> Any:
 
 def _spec(placement: Placement, sharded: bool) -> PartitionSpec:
     return placement.data_spec if sharded else PartitionSpec()
-
-
-@jax.custom_vjp
-def _not_differentiated(params: Tree) -> Tree:
-    """The parameters as they are; their gradient, which would silently be zero, is refused."""
-    return params
-
-
-def _refuse_gradient(params: Tree) -> Any:
-    raise ValueError(
-        "zerojax.apply is forward only and cannot be differentiated with respect to the parameters: use "
-        "zerojax.value_and_grad(loss_fn, layout) in place of jax.grad"
-    )
-
-
-_not_differentiated.defvjp(_refuse_gradient, lambda residuals, cotangent: (cotangent,))

@@ -71,7 +71,7 @@ class Collective:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the whole array: the larger of operand and result."""
+        """Bytes of the full array: the larger of operand and result."""
         return max(self.operand_bytes, self.result_bytes)
 
     @property

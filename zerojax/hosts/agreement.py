@@ -3,7 +3,7 @@
 A job in which one process has another batch shape, seed, path or library computes nonsense or waits for ever in a
 collective. `agree` compares what each process says of itself over JAX's coordination service, which needs no device and
 has time limits: process 0 reads one short text of each process (4096 processes: about 4 MB) and publishes one verdict,
-which every other process reads. With one process nothing is done. Knows nothing of what is compared.
+which every other process reads. With one process nothing is done.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Slurm and Kubernetes send SIGTERM some time before they end a job. In a job of several processes JAX's coordination
 service catches it on any of them and tells all, but nothing stops: here a thread waits for that notice, and then agrees
 with its peers on a step that none has passed. Asking costs no message. In a single process a handler notes the signal.
-Knows nothing of what is done at that step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Arrays of this process, and arrays of the whole job: from one to the other without sending what is already there.
 
-`jax.device_put` of a host array to a sharding over several processes sends the whole array to every one of them, to
+`jax.device_put` of a host array to a sharding over several processes sends the full array to every one of them, to
 compare it, and on some versions returns a malformed array where each process has one device. Every process holds the
-value here: each device takes its part of it, and nothing is sent but a checksum. Knows nothing of layouts.
+value here: each device takes its part of it, and nothing is sent but a checksum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A Layout: the placements of a parameter tree on a mesh, and the stored form they define.
 
-The *stored form* of a parameter tree is what lives between steps: whole leaves below stage 3, 1/N of every large leaf
+The *stored form* of a parameter tree is what lives between steps: full leaves below stage 3, 1/N of every large leaf
 at stage 3 (padded with zeros where no dim divides). A Layout moves trees into and out of it, creates them in it, checks
-them against it and describes it. Knows nothing of optimizers or of how values move inside a step.
+them against it and describes it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Layout:
         return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.placements)
 
     def shard(self, params: Tree) -> Tree:
-        """Places whole parameters (host or device arrays) in stored form; the input stays valid.
+        """Places full parameters (host or device arrays) in stored form; the input stays valid.
 
         Args:
             params: pytree of global logical arrays, of the structure and shapes given to `partition`; in a job of

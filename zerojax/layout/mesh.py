@@ -2,7 +2,7 @@
 
 Two-level collectives (arXiv 2306.10209, sections 3.2 and 3.3) need to know which devices are joined by a fast network.
 `make_mesh` reads this from the processes and keeps the devices of a node together along the "local" axis; any mesh of
-the user's own works as well, its data axes named by `ZeroConfig.axes`. Knows nothing of arrays or models.
+the user's own works as well, its data axes named by `ZeroConfig.axes`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matrix products inside an optimizer (Muon, GaLore, Shampoo) on whole matrices: two collectives, none in an iteration.
+"""Matrix products inside an optimizer (Muon, GaLore, Shampoo) on full matrices: two collectives, none in an iteration.
 
 Left to the compiler, every product of an orthogonalisation of a sharded matrix moves the matrix again. Here the
 update's jaxpr is read, and the value that all of a product's sharded operands are computed from is moved once, before
@@ -6,7 +6,7 @@ the norms and iterations that follow it, by sharding constraints; everything bef
 no value changes. Two movements, chosen by what they cost for matrices of m x n elements on N devices (received by each
 device; 5 Newton-Schulz steps take 20 m^2 n + 10 m^3 operations for each matrix, m <= n):
 
-- a stack of B matrices (a leaf of scanned layers): one all-to-all gives each device whole matrices of its own, one
+- a stack of B matrices (a leaf of scanned layers): one all-to-all gives each device full matrices of its own, one
   takes the results back to the shards: 2 ceil(B/N) m n elements, and each matrix is worked on by one device;
 - a single matrix: one all-gather, every device computes the same result and keeps its shard: m n elements. An owner
   would have to send the result back (2 m n) while the others wait, so this is never slower.
@@ -226,7 +226,7 @@ def _constrain(x: Any, spec: PartitionSpec, layout: Layout) -> Any:
 
 
 def _multiplies_matrices(eqn: Any) -> bool:
-    """Whether an equation needs whole matrices: a product with free dims on both sides, or a decomposition."""
+    """Whether an equation needs full matrices: a product with free dims on both sides, or a decomposition."""
     return any(inner.primitive.name != "dot_general" or _is_matrix_product(inner) for inner in _heavy_equations(eqn))
 
 

@@ -81,13 +81,13 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     """Shards the state of an optax transformation according to a layout (ZeRO stages 1 to 3).
 
     Args:
-        tx: any optax transformation. Matrix products in it (Muon, GaLore) work on whole matrices: see
+        tx: any optax transformation. Matrix products in it (Muon, GaLore) work on full matrices: see
             `zerojax.optimizer.matrices`.
         layout: the layout of the parameters.
 
     Returns:
         A transformation. `init(params)` takes parameters in stored form and creates the state in sharded form, no
-        device ever holding a whole leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of
+        device ever holding a full leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of
         the state, with their shardings. `update(grads, state, params, **extra)` takes whole or sharded gradients
         and returns updates in the form of the parameters, for `optax.apply_updates`. At stages 1 and 2 the updates are
         all-gathered, in the dtype of the parameters where there is a master copy. At stage 0 nothing is sharded.

@@ -26,7 +26,7 @@ from zerojax.planner.workload import Workload
 from zerojax.training.state import TrainState
 from zerojax.training.step import make_train_step
 
-# Fewer passes over machine code that nobody will run, and no search for the fastest kernels on a GPU that is not there:
+# Fewer passes over machine code that nobody will run, and no search for the fastest kernels, which needs a GPU:
 # half of the compile time. Collectives, schedule and memory are the same.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0", "xla_backend_optimization_level": "0"}
 # Collectives that may be under way at once in a step compiled so: XLA's default.
@@ -38,7 +38,7 @@ def lower_step(workload: Workload, layout: Layout, *, microbatches: int) -> jax.
 
     Args:
         workload: loss, optimizer and global shapes.
-        layout: the layout, on a mesh of absent GPUs.
+        layout: the layout, on a mesh of target GPUs.
         microbatches: as for `zerojax.make_train_step`.
 
     Raises:

@@ -197,7 +197,7 @@ class ConfigPlanner:
             examples, larger = following, self.submit(*self.larger(config, following), pool)
 
     def layout(self, config: ZeroConfig, *, absent: bool, cluster: Cluster | None = None) -> Layout:
-        """The parameters laid out on the cluster, on absent GPUs or an abstract mesh."""
+        """The parameters laid out on the cluster, on target GPUs or an abstract mesh."""
         mesh = (cluster or self.cluster).mesh(config.axes, absent=absent)
         workload = self.workload
         with warnings.catch_warnings():  # notices are in the plan

@@ -85,7 +85,7 @@ class PluginMissing(RuntimeError):
 
 
 def check_plugin() -> None:
-    """Says whether this installation can compile for absent GPUs.
+    """Says whether this installation can compile ahead of time for a target GPU.
 
     Raises:
       PluginMissing: no CUDA plugin beside jaxlib, or one of another version; one line, with the command that adds it.
@@ -103,7 +103,7 @@ def check_plugin() -> None:
         if found.get((cuda, "plugin")) == found.get((cuda, "pjrt")) == jaxlib:
             return
     if not found:
-        raise PluginMissing(f"compiling for absent GPUs needs XLA's CUDA plugin (no driver, no GPU): {command}")
+        raise PluginMissing(f"compiling for a target GPU needs XLA's CUDA plugin (no driver, no GPU): {command}")
     have = ", ".join(f"jax-cuda{cuda}-{part} {version}" for (cuda, part), version in found.items())
     raise PluginMissing(f"the CUDA plugin must be of jaxlib's version {jaxlib}, found {have}: {command}")
 

@@ -37,7 +37,7 @@ class StateBytes:
     Attributes:
         params: parameters in stored form.
         grads: gradients in the dtype of their parameter: whole while the backward pass runs at stages 0 and 1 (stage
-            1 returns shards, but all whole gradients exist before they are reduced), shards at stages 2 and 3.
+            1 returns shards, but all full gradients exist before they are reduced), shards at stages 2 and 3.
         master: wider copies of the parameters, in the optimizer state.
         moments: all else in the optimizer state: moments, histories, counters.
     """
@@ -49,7 +49,7 @@ class StateBytes:
 
     @property
     def optimizer(self) -> int:
-        """The whole optimizer state."""
+        """The full optimizer state."""
         return self.master + self.moments
 
     @property
@@ -78,7 +78,7 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
     """Predicts the bytes of the model states on each device.
 
     Args:
-        layout: the layout of the parameters; its mesh may be a `jax.sharding.AbstractMesh`, or of absent GPUs.
+        layout: the layout of the parameters; its mesh may be a `jax.sharding.AbstractMesh`, or of target GPUs.
         tx: the optimizer, `zerojax.zero(..., layout)` or the optax transformation that it wraps.
 
     Raises:
@@ -170,7 +170,7 @@ def plan_memory(
         why = "activations, temporaries and gathered weights are not in the total: they are the compiler's"
         classes = {**arguments, **inside}
         return Memory(classes, sum(classes.values()), capacity, None, predicted, 0, why, host)
-    # Devices that are not there have one memory: the compiler counts arguments in host memory as the device's.
+    # Devices of a target topology have one memory: the compiler counts arguments in host memory as the device's.
     difference = compiled.argument - host - predicted
     activations = compiled.temp - sum(inside.values())
     output = compiled.output - compiled.alias
@@ -237,7 +237,7 @@ def _explain(
 
 
 def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple[Replicated, ...]:
-    """What every device holds whole along the data axes, the largest first, and why.
+    """What is replicated along the data axes, the largest first, and why.
 
     Args:
         layout: the layout.

@@ -40,13 +40,14 @@ GPT_SHAPES: Mapping[str, GptShape] = {
 }
 
 
-def gpt(shape: GptShape, *, dtype: Any = jnp.bfloat16, name: str = "gpt") -> Workload:
+def gpt(shape: GptShape, *, dtype: Any = jnp.bfloat16, checkpointing: bool = True, name: str = "gpt") -> Workload:
     """A GPT with AdamW, a batch of one example to be scaled by the planner.
 
     Args:
         shape: its size.
         dtype: of the stored parameters; compute is in bfloat16 whatever this is. With bfloat16 the optimizer state
             holds float32 masters, 16 bytes a parameter in all (arXiv 1910.02054, section 3.1).
+        checkpointing: whether each layer is recomputed in the backward pass.
         name: for people.
 
     >>> workload = gpt(GptShape(layers=2, width=64, heads=2, vocabulary=256, length=16))
@@ -67,11 +68,11 @@ def gpt(shape: GptShape, *, dtype: Any = jnp.bfloat16, name: str = "gpt") -> Wor
     }  # fmt: skip
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), extents, is_leaf=lambda x: isinstance(x, tuple))
     tokens = jax.ShapeDtypeStruct((1, shape.length), jnp.int32)
-    loss_fn = functools.partial(_gpt_loss, heads=shape.heads)
+    loss_fn = functools.partial(_gpt_loss, heads=shape.heads, checkpointing=checkpointing)
     return Workload(loss_fn, params, {"inputs": tokens, "targets": tokens}, optax.adamw(3e-4), name=name)
 
 
-def _gpt_loss(params: Tree, batch: dict[str, jax.Array], *, heads: int) -> jax.Array:
+def _gpt_loss(params: Tree, batch: dict[str, jax.Array], *, heads: int, checkpointing: bool) -> jax.Array:
     """Mean cross-entropy of the next token."""
     narrow = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
 
@@ -90,6 +91,6 @@ def _gpt_loss(params: Tree, batch: dict[str, jax.Array], *, heads: int) -> jax.A
         return h + hidden @ narrow(p["down"]) + narrow(p["down_bias"]), None
 
     h = narrow(params["embed"])[batch["inputs"]] + narrow(params["positions"])
-    h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), h, params["layers"])
+    h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if checkpointing else layer, h, params["layers"])
     logits = (norm(h, params["norm"]) @ narrow(params["embed"]).T).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))

@@ -64,7 +64,7 @@ def plan(
     progress: Progress | None = None,
     name: str = "model",
 ) -> Plan:
-    """Plans training steps for a cluster that is not there: memory, traffic, time, and what to do about them.
+    """Plans training steps, compiled ahead of time for a target cluster: memory, traffic, time, and what to do.
 
     Args:
         loss_fn: as for `zerojax.value_and_grad`.

@@ -21,7 +21,7 @@ from zerojax.planner.time import Links, StepTime
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """Something that every device holds whole.
+    """Something that is replicated on every device.
 
     Attributes:
         what: "params", "grads", "master" or "moments".
@@ -85,7 +85,7 @@ class ConfigPlan:
         config: the configuration.
         notice: what has no effect on this mesh, or "".
         memory: of one device.
-        replicated: what is held whole everywhere, largest first.
+        replicated: what is replicated, largest first.
         streams: traffic of the compiled program, or the predicted traffic.
         predicted_received: bytes into a device by the placements.
         predicted_node: bytes into a node by the placements.

@@ -142,7 +142,7 @@ def _memory(one: ConfigPlan) -> Group:
 
 def _replicated(one: ConfigPlan) -> Table:
     total = sum(r.bytes for r in one.replicated)
-    table = _table(f"Held whole by every device: {_gb(total)} GB in {len(one.replicated)} leaves")
+    table = _table(f"Replicated on every device: {_gb(total)} GB in {len(one.replicated)} leaves")
     for name in ("class", "leaf", "MB", "why"):
         table.add_column(name, justify="right" if name == "MB" else "left")
     for leaf in one.replicated[:_MOST_LEAVES]:

@@ -144,7 +144,7 @@ class _LeafTraffic:
         quantized = config.quantize_weights if part.is_quantized else None
         name = _wire_name(quantized, use.dtype)
         has_held = has_secondary(self.layout)
-        # Levels are read and floats written for the whole leaf, the reverse for the shard.
+        # Levels are read and floats written for the full leaf, the reverse for the shard.
         first = part.axes[0]
         message = by_axis[first] // (self.sizes[first] - 1)
         passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
@@ -166,7 +166,7 @@ class _LeafTraffic:
         pair = config.quantize_gradients if part.is_quantized else None
         plain = jnp.dtype(config.grad_dtype) if config.grad_dtype else part.dtype
         by_axis = self.collectives.reduce_bytes(part, self.sizes)
-        # Reduced where it arises, or whole gradients after the backward pass.
+        # Reduced where it arises, or full gradients after the backward pass.
         phase = "backward" if self.layout.stage >= 2 and part.is_sharded else "update"
         kind = "all-to-all" if pair else "reduce-scatter" if part.is_sharded else "all-reduce"
         found = []

@@ -1,7 +1,6 @@
 """What a plan is made from, checked: workload, cluster, shapes, one device's batch, and where the loss uses what.
 
-Everything a user can get wrong is refused here, in one line, before anything is compiled. Knows nothing of what will be
-planned.
+Everything a user can get wrong is refused here, in one line, before anything is compiled.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Cluster(NamedTuple):
         return self.num_nodes * self.devices_per_node
 
     def mesh(self, axes: tuple[str, ...], *, absent: bool) -> Any:
-        """A mesh with these data axes and the extra axes: of absent GPUs to compile for, or abstract."""
+        """A mesh with these data axes and the extra axes: of target GPUs to compile for, or abstract."""
         inner = math.prod(self.extra_axes.values())
         local = self.devices_per_node // inner
         data = (self.num_nodes, local) if len(axes) == 2 else (self.num_nodes * local,)

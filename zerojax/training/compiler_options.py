@@ -4,7 +4,7 @@ The order of gathers and reductions is the program's own, by data dependence; wh
 may be in flight and whether a loop's are moved into the iteration before. Names change between releases, and a name
 that the compiler does not know ends the compilation (in XLA_FLAGS: the process), so each entry says since when it is
 there; one test compiles with each. "Seen here" are steps of an 18B GPT (stage 3, 48 x 8 H100, 400 GB/s into a node)
-compiled ahead of time and replayed as scheduled; nobody has timed them on GPUs. Knows nothing of what is compiled.
+compiled ahead of time and replayed as scheduled; nobody has timed them on GPUs.
 
 Where a GPU is at hand, profile-guided scheduling needs no option of ours: `JAX_ENABLE_PGLE=true` in the environment
 profiles the first steps of a `jax.jit` function and compiles it again with the times found (docs.jax.dev, "GPU

@@ -2,8 +2,7 @@
 
 Loss and gradient norm are global values, so that one device's NaN is everybody's. A step that stops training changes
 nothing and neither do those after it: an exception cannot leave a compiled step without losing its donated arguments,
-so the step marks its state, and the host, which may run one step ahead, raises when it sees the mark. Knows nothing of
-how gradients arise.
+so the step marks its state, and the host, which may run one step ahead, raises when it sees the mark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`TrainState`: everything that a training loop carries from step to step, and that a checkpoint holds.
 
 All its scalars live on the mesh from the start, replicated: a step counter on one device would have the step compiled a
-second time. Knows nothing of losses or of how a step is made.
+second time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerojax.gradients.feedback import init_feedback
 from zerojax.layout.host_arrays import place_whole
 from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import ZeroState
-from zerojax.training.loss_scaling import DynamicScale, LossScale, init_loss_scale, loss_scale_rule
+from zerojax.training.loss_scaling import DynamicScale, LossScaleState, init_loss_scale, loss_scale_rule
 from zerojax.training.nonfinite import NonFinite, init_nonfinite, raise_if_stopped
 
 Tree = Any
@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
     params: Tree
     opt_state: ZeroState
     feedback: Tree = None
-    loss_scale: LossScale | None = None
+    loss_scale: LossScaleState | None = None
     skipped: jax.Array | None = None
     nonfinite: NonFinite | None = None
     model_state: Tree = None

@@ -1,7 +1,7 @@
 """`make_train_step`: gradients, optimizer and parameters composed into one compiled step with donated buffers.
 
 The step is what a user would write from `value_and_grad` and `zero`; it adds metrics that are global values, and
-donation, so that parameters and state are updated in place. Knows nothing of collectives or placements.
+donation, so that parameters and state are updated in place.
 """
 
 from __future__ import annotations
