@@ -14,7 +14,8 @@ import models
 import numpy as np
 import pytest
 from layered_programs import LAYERED, TOLD, inputs
-from test_gather_on_use import FLOAT32, NARROW, W, walk, wanted
+from test_gather_on_use import W, walk, wanted
+from tolerances import BFLOAT16_OF_4, FLOAT32
 from weight_programs import MESH, examples
 
 import zerojax
@@ -57,7 +58,7 @@ def test_layers_inside_other_control_flow_have_their_values_and_gradients(name, 
     got, want = results(setting)[name], results("")[name]
     if isinstance(got, Exception):
         raise got
-    tolerance = NARROW if "narrow" in name else FLOAT32
+    tolerance = BFLOAT16_OF_4 if "narrow" in name else FLOAT32
     np.testing.assert_allclose(got[0], want[0], rtol=tolerance, atol=tolerance)
     assert models.largest_error(got[1], want[1]) < tolerance
 
