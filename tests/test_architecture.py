@@ -22,7 +22,7 @@ FOLDERS: dict[str, tuple[str, set[str]]] = {
     "collectives": ("how leaves move", {"", "layout"}),
     "gather": ("gather on use", {"", "layout", "collectives"}),
     "gradients": ("loss to gradients", {"", "hosts", "layout", "collectives", "gather"}),
-    "optimizer": ("optax on shards", {"", "hosts", "layout"}),
+    "optimizer": ("optax on shards", {"", "hosts", "layout", "collectives"}),
     "training": ("step and state", {"", "hosts", "layout", "gradients", "optimizer"}),
     "checkpoints": ("state on disk", {"", "hosts", "layout", "gradients", "optimizer", "training"}),
     "hlo": ("reads compiled programs", set()),

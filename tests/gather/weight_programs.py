@@ -1,4 +1,4 @@
-"""Programs that use weights in every manner: what the tests of the evaluator run on stored and on whole parameters."""
+"""Programs that use weights in every way: what the tests of the evaluator run on stored and on full parameters."""
 
 from typing import Any
 

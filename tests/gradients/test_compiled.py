@@ -240,6 +240,9 @@ def test_stage_two_gathers_no_weight_before_the_update():
     expect_collectives(program, "reduce-scatter", in_loop=True, min_bytes=SIZEABLE, only_dtypes=["bfloat16"])
     # Gradients in 2 bytes, updates in float32, since there is no master copy: M + 2M.
     assert program.received_bytes() == pytest.approx(3 * model_bytes(layout) * 15 / 16, rel=0.02)
+    # Updates are gathered between the nodes first, then inside them: no gather spans both axes.
+    sent = program.select("all-gather", min_bytes=SIZEABLE)
+    assert {one.axes for one in sent} == {("node",), ("local",)}, program.traffic()
 
 
 def test_tensor_parallel_weights_are_not_gathered_over_their_axis():

@@ -182,3 +182,17 @@ def test_an_int8_base_travels_in_one_byte_and_is_never_kept_whole():
     assert max(a.num_bytes for a, _ in moved if a.dtype != "s8") <= 2 * 16 * 1024
     # What one more layer costs: its activations (64 rows of 2 and 4 bytes), not its weight of one or two bytes each.
     assert (eight.memory.temp - four.memory.temp) / 4 < weight / 2
+
+
+def test_frozen_leaves_are_gathered_in_calls_outside_of_jit_too():
+    """What nothing is differentiated with respect to has a custom derivative all the same."""
+    params = {"frozen": jnp.linspace(-1, 1, 13 * 8).reshape(13, 8), "w": jnp.ones((8, 5))}
+    layout = models.make_layout(params, "2x4", 3, trainable=lambda path, x: "frozen" not in path)
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["frozen"]) @ p["w"])
+
+    x = jnp.linspace(0, 1, 16 * 13).reshape(16, 13)
+    value, grads = zerojax.value_and_grad(loss, layout)(layout.shard(params), x)
+    np.testing.assert_allclose(value, loss(params, x), rtol=1e-5)  # float32 sums in another order
+    np.testing.assert_allclose(layout.unshard(grads)["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-6)

@@ -36,6 +36,7 @@ from zerojax.gradients.stored_arguments import (
     without_gradient,
 )
 from zerojax.layout.layout import Layout
+from zerojax.layout.optimizer_form import entering, leaving
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -59,6 +60,7 @@ def value_and_grad(
     weighted: bool = False,
     microbatches: int = 1,
     accumulation: Accumulation | None = None,
+    per_example: Tree = None,
 ) -> Callable[..., Any]:
     """Replaces `jax.value_and_grad` for parameters in stored form.
 
@@ -67,8 +69,8 @@ def value_and_grad(
             returns a scalar mean loss. With `weighted` it returns (sum, weight), and the result is the exact quotient
             of the global sums, also for unequal weights (token counts, say). With `has_aux` it returns (loss, aux).
         layout: the layout of the parameters.
-        has_aux: see above. Arrays of `aux` whose leading dim is that of the batch come back sharded along it, all other
-            float values averaged over the devices.
+        has_aux: see above. Arrays of `aux` with one entry (or several) for each example come back sharded along their
+            leading dim, all other float values averaged over the devices.
         weighted: see above.
         microbatches: number of pieces into which each device's part of the batch is cut, one after the other; loss and
             gradients are those of the whole batch. A secondary partition of the weights is made once for all of them.
@@ -76,6 +78,8 @@ def value_and_grad(
             microbatch's is reduced, the accumulators are shards. "deferred" (default of stages 0 and 1): whole
             gradients are summed on each device and reduced once per step, in the dtype on the wire that they have
             without microbatches. With one microbatch there is nothing to sum, and both are the same.
+        per_example: which arrays of `aux` hold one entry for each example: a bool, or bools in its structure. None:
+            found by tracing the loss with twice the examples, never by a length that happens to be the batch's.
 
     Returns:
         A function of (params in stored form, batch, *rest) that returns (loss, grads), or ((loss, aux), grads). `batch`
@@ -102,8 +106,9 @@ def value_and_grad(
     (8.0, (1,))
     """
     compute = gradient_function(
-        loss_fn, layout, has_aux=has_aux, weighted=weighted, microbatches=microbatches, accumulation=accumulation
-    )
+        loss_fn, layout, has_aux=has_aux, weighted=weighted, microbatches=microbatches, accumulation=accumulation,
+        per_example=per_example,
+    )  # fmt: skip
 
     def run(
         params: Tree, batch: Tree, *rest: Any, feedback: Tree = None, loss_scale: jax.Array | None = None
@@ -124,6 +129,7 @@ def gradient_function(
     mutable: bool = False,
     microbatches: int = 1,
     accumulation: Accumulation | None = None,
+    per_example: Tree = None,
 ) -> Callable[..., Gradients]:
     """What `value_and_grad` wraps: the same with everything it computes, under names.
 
@@ -136,6 +142,7 @@ def gradient_function(
         mutable: whether the model has a state beside its parameters; see `zerojax.gradients.outputs`.
         microbatches: as for `value_and_grad`.
         accumulation: as for `value_and_grad`.
+        per_example: as for `value_and_grad`.
 
     Returns:
         A function of (params, batch, *rest, feedback=, loss_scale=, model_state=).
@@ -152,7 +159,7 @@ def gradient_function(
         loss_scale: jax.Array | None = None,
         model_state: Tree = None,
     ) -> Gradients:
-        params = layout.entered(params)
+        params = entering(params, layout)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, model_state, layout))
         if layout.stage >= 3 and has_secondary(layout):
@@ -164,7 +171,11 @@ def gradient_function(
         state_shapes, aux_shapes = split_outputs(shapes, has_aux, mutable)
         if mutable:
             check_model_state(model_state, state_shapes)
-        aux_specs = batches.output_specs(aux_shapes, batch, layout, microbatches)
+
+        def doubled() -> Tree:
+            return split_outputs(_output_shapes(loss_fn, layout, batch, rest, microbatches, 2), has_aux, mutable)[1]
+
+        aux_specs = batches.output_specs(aux_shapes, doubled, layout, per_example, "aux output")
         carries = layout.config.error_feedback
         lost = check_feedback(feedback, layout) if carries else [None] * len(layout.leaves)
         lost_specs = feedback_specs(layout)
@@ -188,24 +199,25 @@ def gradient_function(
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = run_locally(params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
-            grads=layout.left(layout.treedef.unflatten(out.grads)),
+            grads=leaving(layout.treedef.unflatten(out.grads), layout),
             feedback=layout.treedef.unflatten(out.feedback) if carries else None,
         )
 
     return run
 
 
-def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
+def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) -> Callable[..., Tree]:
     """Runs a forward function on stored parameters, with the same gather on use: evaluation, sampling, metrics.
 
     Args:
         fn: `fn(params, batch, *rest)`, written for full parameters and one device's part of the batch.
         layout: the layout of the parameters.
+        per_example: which outputs hold one entry for each example, as for `value_and_grad`; usually found out.
 
     Returns:
-        A function of (params in stored form, batch, *rest), which are treated as in `value_and_grad`. Outputs whose
-        leading dim is that of the batch come back sharded along it; float outputs without one are averaged over the
-        devices.
+        A function of (params in stored form, batch, *rest), which are treated as in `value_and_grad`. Outputs with one
+        entry (or several) for each example come back sharded along their leading dim; all others, floats, are averaged
+        over the devices.
 
     Raises:
         ValueError: as `value_and_grad`; also an integer output without the batch dim, which cannot be averaged, and a
@@ -221,11 +233,14 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     """
 
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
-        params = layout.entered(params)
+        params = entering(params, layout)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, None, layout))
         batch_specs, rest_specs = batches.batch_specs(batch, layout), argument_specs(rest)
-        out_specs = batches.output_specs(_output_shapes(fn, layout, batch, rest), batch, layout)
+        out_specs = batches.output_specs(
+            _output_shapes(fn, layout, batch, rest), lambda: _output_shapes(fn, layout, batch, rest, times=2), layout,
+            per_example,
+        )  # fmt: skip
 
         def local(params: Tree, batch: Tree, rest: Any) -> Tree:
             on_device = gathering_arguments(fn, forward_only=True)
@@ -242,15 +257,28 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     return run
 
 
-def _output_shapes(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1) -> Tree:
-    """Shapes of the function's outputs on one device, traced where the data axes can be named."""
-    local_batch, shown = batches.local_shapes(batch, layout, microbatches), logical_arguments(rest)
+def _output_shapes(
+    fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1, times: int = 1
+) -> Tree:
+    """Shapes of the function's outputs on one device, traced where the data axes can be named.
+
+    `times` as many examples as in the batch. Further arguments are seen as inside `shard_map`: their sharding over the
+    data axes means nothing there.
+    """
+    local_batch = batches.local_shapes(batch, layout, microbatches, times)
+    leaves, structure = jax.tree.flatten(logical_arguments(rest))
+    is_shape = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     found: list[Tree] = []
 
-    def probe() -> None:
+    def probe(*given: Any) -> None:
+        new = iter(given)
+        shown = structure.unflatten([x if s else next(new) for x, s in zip(leaves, is_shape, strict=True)])
         found.append(jax.eval_shape(lambda p, b, r: fn(p, b, *r), layout.logical_shapes(), local_batch, shown))
 
-    jax.eval_shape(_over_data_axes(layout, probe, (), None))
+    def on_devices(*given: Any) -> None:
+        _over_data_axes(layout, probe, PartitionSpec(), None)(*_whole(given, layout))
+
+    jax.eval_shape(on_devices, *(x for x, s in zip(leaves, is_shape, strict=True) if not s))
     return found[0]
 
 
@@ -273,10 +301,12 @@ def _over_data_axes(layout: Layout, fn: Callable[..., Any], in_specs: Any, out_s
         def held(values: list[Any]) -> tuple[Any, ...]:
             return tuple(x for x, is_empty in zip(values, empty, strict=True) if not is_empty)
 
-        return jax.shard_map(
+        on_devices = jax.shard_map(
             with_empty, mesh=layout.mesh, in_specs=held(specs), out_specs=out_specs,
             axis_names=set(layout.config.axes), check_vma=False,
-        )(*held(leaves))  # fmt: skip
+        )  # fmt: skip
+        # Under jit in eager calls too: shard_map alone does not run custom derivatives with symbolic zeros.
+        return jax.jit(on_devices)(*held(leaves))
 
     return run
 

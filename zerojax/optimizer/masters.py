@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from zerojax.collectives.plain import plain_collectives
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import other_axes, with_auto_mesh
 from zerojax.layout.placement import Placement, pad
-from zerojax.optimizer.stored import auto_sharding, constrain, has_master, master_dtype, to_logical
+from zerojax.optimizer.stored import constrain, has_master, master_dtype, to_logical
 
 Tree = Any
 
@@ -96,4 +99,15 @@ def finish_update(
 def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
     if layout.stage >= 3:
         return constrain(pad(x, p), p, layout)
-    return jax.lax.with_sharding_constraint(x, auto_sharding(layout.full_sharding(p))) if layout.stage else x
+    if not layout.stage:
+        return x
+    whole = with_auto_mesh(layout.full_sharding(p))
+    if p.is_sharded and len(p.axes) > 1:
+        # Over "node" first, then inside the node: every byte enters a node once. The compiler's own gather is one ring
+        # over all devices, whose neighbours are of different nodes.
+        gather = plain_collectives(other_axes(layout.mesh, layout.config.axes)).gather
+        x = jax.shard_map(
+            lambda shard: gather(shard, p), mesh=whole.mesh, in_specs=p.data_spec, out_specs=PartitionSpec(),
+            axis_names=set(layout.config.axes), check_vma=False,
+        )(constrain(pad(x, p), p, layout))  # fmt: skip
+    return jax.lax.with_sharding_constraint(x, whole)

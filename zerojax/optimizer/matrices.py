@@ -30,8 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import nontrivial_axes
-from zerojax.optimizer.stored import auto_sharding
+from zerojax.layout.mesh import nontrivial_axes, with_auto_mesh
 
 # Decompositions and solves, which need their operand whole.
 _DECOMPOSITIONS = {
@@ -222,7 +221,7 @@ def _whole_spec(x: Any, extent: int | None, layout: Layout) -> PartitionSpec:
 
 
 def _constrain(x: Any, spec: PartitionSpec, layout: Layout) -> Any:
-    return jax.lax.with_sharding_constraint(x, auto_sharding(NamedSharding(layout.mesh, spec)))
+    return jax.lax.with_sharding_constraint(x, with_auto_mesh(NamedSharding(layout.mesh, spec)))
 
 
 def _multiplies_matrices(eqn: Any) -> bool:

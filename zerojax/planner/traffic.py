@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.collectives.plain import gather_bytes
 from zerojax.collectives.select import has_secondary, layout_collectives
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.uses import LeafUse
@@ -132,9 +133,8 @@ class _LeafTraffic:
             if stage == 1:
                 found += self._reductions(once, p, 1)
             if stage < 3:
-                count = p.num_shards
-                received = p.shard_bytes * (count - 1)
-                found.append(self._move("update", "all-gather", p.axes, p.dtype.name, False, received, 1))
+                for axis, received in gather_bytes(p, self.sizes).items():
+                    found.append(self._move("update", "all-gather", (axis,), p.dtype.name, False, received, 1))
         return found
 
     def _gathers(self, use: LeafUse) -> list[Traffic]:

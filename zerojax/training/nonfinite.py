@@ -94,15 +94,17 @@ def decide(
     before = counts.stopped
     if on_nonfinite == "raise":
         fatal = ~finite if at_floor is None else ~finite & at_floor
-        reason = LOSS * ~loss_finite + GRADIENTS * ~grads_finite + (0 if at_floor is None else FLOOR)
+        reason = jnp.where(loss_finite, 0, LOSS) + jnp.where(grads_finite, 0, GRADIENTS)
+        reason += 0 if at_floor is None else FLOOR
         stopped = jnp.where(before != 0, before, jnp.where(fatal, reason, 0).astype(jnp.int32))
         counted, runs = before == 0, stopped == 0
     else:
         stopped, counted = before, jnp.bool_(True)
         runs = counted
     skips = on_nonfinite != "ignore" or at_floor is not None
+    bad_loss, bad_grads = (counted & ~loss_finite).astype(jnp.int32), (counted & ~grads_finite).astype(jnp.int32)
     return Decision(
-        NonFinite(counts.loss_steps + (counted & ~loss_finite), counts.grad_steps + (counted & ~grads_finite), stopped),
+        NonFinite(counts.loss_steps + bad_loss, counts.grad_steps + bad_grads, stopped),
         (skips & ~finite) | ~runs,
         runs,
     )

@@ -15,6 +15,7 @@ import optax
 
 from zerojax import _compat
 from zerojax.gradients.local import Accumulation
+from zerojax.gradients.outputs import wide_dtype
 from zerojax.gradients.transform import gradient_function
 from zerojax.layout.host_arrays import is_of_several_processes
 from zerojax.layout.layout import Layout
@@ -35,6 +36,7 @@ def make_train_step(
     microbatches: int = 1,
     accumulation: Accumulation | None = None,
     has_aux: bool = False,
+    per_example: Tree = None,
     weighted: bool = False,
     mutable: bool = False,
     clip_norm: float | None = None,
@@ -51,6 +53,7 @@ def make_train_step(
         microbatches: as for `value_and_grad`: gradient accumulation, with float32 accumulators.
         accumulation: as for `value_and_grad`: "sharded" or "deferred".
         has_aux: as for `value_and_grad`; the aux is returned under "aux".
+        per_example: as for `value_and_grad`.
         weighted: as for `value_and_grad`.
         mutable: the model carries a state beside its parameters, such as batch statistics, in `TrainState.model_state`:
             the loss is `loss_fn(params, batch, model_state, *rest)` and returns (loss, new model state), or (loss, (new
@@ -101,7 +104,7 @@ def make_train_step(
         raise ValueError(f"make_train_step(clip_norm={clip_norm!r}): a positive norm is required")
     grad_fn = gradient_function(
         loss_fn, layout, has_aux=has_aux, weighted=weighted, mutable=mutable, microbatches=microbatches,
-        accumulation=accumulation,
+        accumulation=accumulation, per_example=per_example,
     )  # fmt: skip
     policy: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
 
@@ -126,7 +129,9 @@ def make_train_step(
         counts = init_nonfinite() if state.nonfinite is None else state.nonfinite
         decision = decide(counts, metrics["loss_finite"], metrics["grads_finite"], policy, at_floor)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
-        new = optax.apply_updates(state.params, updates), opt_state, out.feedback, out.model_state
+        with jax.numpy_dtype_promotion("standard"):  # narrow parameters plus the float32 updates of their masters
+            applied = optax.apply_updates(state.params, updates)
+        new = applied, opt_state, out.feedback, out.model_state
         if policy != "ignore":
             old = state.params, state.opt_state, state.feedback, state.model_state
             new = keep_if(decision.keeps_old, old, new)
@@ -137,7 +142,7 @@ def make_train_step(
             finite = metrics["loss_finite"] & metrics["grads_finite"]
             new_scale = keep_if(~decision.runs, scale, next_loss_scale(scale, finite, rule))
         skipped = jnp.zeros((), jnp.int32) if state.skipped is None else state.skipped
-        skipped += decision.keeps_old & decision.runs
+        skipped += (decision.keeps_old & decision.runs).astype(skipped.dtype)
         metrics |= {
             "skipped": skipped,
             "loss_nonfinite_steps": decision.counts.loss_steps,
@@ -147,7 +152,7 @@ def make_train_step(
         if has_aux:
             metrics["aux"] = out.aux
         done = TrainState(
-            state.step + decision.runs, params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
+            state.step + decision.runs.astype(state.step.dtype), params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
             skipped if state.skipped is not None else None,
             decision.counts if state.nonfinite is not None else None, model_state,
         )  # fmt: skip
@@ -203,4 +208,4 @@ def _examples(batch: Tree) -> jax.Array:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
