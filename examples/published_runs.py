@@ -8,18 +8,30 @@ with biases, learned positions, a tied embedding of 50368 rows and an MLP of fou
 below are met exactly. Where the source does not say how fast the network is (H100), one 400 Gbit/s adapter per GPU is
 taken. Each run is compiled with stage 3 for GPUs that are not here and replayed (`zerojax.planner.replay`); nothing is
 set per run. Attention stands in the scope "flash_attention", which is replayed as one fused kernel: half of the
-products' FLOP, since it is causal, and no traffic for what lies between them.
+products' FLOP, since it is causal, and no traffic for what lies between them. The scores exist in the program that is
+compiled, so it is compiled for GPUs with room for them; their memory is not what a fused kernel would need.
+
+The table of all runs, with its errors, stands in `zerojax.planner.replay`; all of it takes some minutes.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
+import multiprocessing
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.planner.gpus import TARGETS
+from zerojax.planner.plan import plan_workload
+from zerojax.planner.records import ConfigPlan
 from zerojax.planner.workload import Workload
 
 
@@ -138,3 +150,56 @@ def _loss(params: Any, batch: dict[str, jax.Array], *, heads: int, checkpointing
     h, _ = jax.lax.scan(jax.checkpoint(layer) if checkpointing else layer, h, params["layers"])
     logits = (_norm(h, params["norm"]) @ params["embed"].T).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
+
+
+def plan_run(run: Run) -> ConfigPlan:
+    """The run's step under stage 3, compiled and replayed."""
+    gpu = TARGETS[run.gpu]
+    plan = plan_workload(
+        mpt(SHAPES[run.model], checkpointing=run.checkpointing, name=run.model),
+        target=dataclasses.replace(gpu, memory_bytes=64 * gpu.memory_bytes), num_nodes=run.gpus // 8,
+        bandwidth=None if run.gbit_s is None else f"{run.gbit_s}Gbit/s", examples_per_device=run.microbatch,
+        microbatches=run.accumulated, largest_microbatch=False, compiles=True,
+    )  # fmt: skip
+    return plan.configs[0]
+
+
+def predicted_tokens(run: Run) -> float:
+    """Tokens per second and GPU of the replayed step."""
+    speed = plan_run(run).speed
+    assert speed is not None
+    assert speed.tokens_per_second is not None
+    return speed.tokens_per_second
+
+
+def compare(runs: Sequence[Run]) -> Iterator[tuple[Run, float, float]]:
+    """Each run with the predicted tokens per second and GPU, and the relative error."""
+    for gpu in dict.fromkeys(run.gpu for run in runs):
+        of_gpu = [run for run in runs if run.gpu == gpu]
+        # A process that has compiled for one generation of GPUs cannot compile for every other.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for run, tokens in zip(of_gpu, pool.map(predicted_tokens, of_gpu), strict=True):
+                yield run, tokens, tokens / run.tokens - 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", help="models, as 1b,7b; or gpus, as a100 (default: all)")
+    wanted = parser.parse_args(argv).runs
+    chosen = [run for run in RUNS if wanted is None or {run.model, run.gpu} & set(wanted.split(","))]
+    print("model gpu  gpus microbatch recomputed measured predicted  error")
+    errors = []
+    for run, tokens, error in compare(chosen):
+        errors.append(abs(error))
+        print(
+            f"{run.model:5} {run.gpu} {run.gpus:4} {run.microbatch:5} x {run.accumulated:<2} "
+            f"{'yes' if run.checkpointing else 'no':>10} {run.tokens:8} {tokens:9.0f} {error:+6.1%}",
+            flush=True,
+        )
+    if errors:
+        print(f"median of the absolute errors {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,16 +12,15 @@ import dataclasses
 import functools
 import math
 import os
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels import absent_gpu, backend, gpus, mosaic, sass
+from pallas_kernels import absent_gpu, backend, gpus, mosaic, sass, selfcheck
 from pallas_kernels.program_bytes import moved_bytes
 
 SHAPES = {
@@ -140,18 +139,20 @@ def model(op: Op, implementation: str, gpu: str) -> str:
     return "  ".join([*cells, f"{memory * 1e6:9.1f}", "memory (instructions not counted)"])
 
 
-def _median_seconds(function: Callable[..., Any], arguments: Sequence[Any], repeats: int = 20) -> float:
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([function(*arguments) for _ in range(10)])
-        times.append((time.perf_counter() - start) / 10)
-    return float(np.median(times))
+MEASURED_HEAD = (
+    "| leaf | op | ideal MB | XLA us | kernel us | kernel / XLA | kernel (else XLA) of a copy |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
-def measure(op: Op, implementation: str, copy_rate: float) -> str:
-    """One row on the GPU at hand: median time, rate of the ideal bytes, share of the copy bandwidth."""
+def measure(leaf: str, op: Op, copy_rate: float) -> str:
+    """One row on the GPU at hand, as Markdown: times of XLA's program and of the kernel, and the rate of ideal bytes.
+
+    Args:
+        leaf: name of the leaf's shape.
+        op: what is measured.
+        copy_rate: bytes per second of a copy, read and written.
+    """
     key, ideal = jax.random.key(0), op.ideal_bytes()
 
     def fill(a: jax.ShapeDtypeStruct) -> jax.Array:
@@ -160,10 +161,32 @@ def measure(op: Op, implementation: str, copy_rate: float) -> str:
         return jax.random.uniform(key, a.shape, jnp.float32, 0.5, 1.0).astype(a.dtype)
 
     arguments = jax.tree.map(fill, op.arguments)
-    call = jax.jit(functools.partial(op.function, implementation=implementation))
-    seconds = _median_seconds(call, arguments)
-    rate = ideal / seconds
-    return f"{ideal / 1e6:9.1f}  {seconds * 1e6:9.1f} us  {rate / 1e9:7.0f} GB/s  {rate / copy_rate:6.1%} of copy"
+    has_kernel = op.plan is not None and not op.plan.problems
+    times = {}
+    for implementation in ("xla", "mosaic_gpu") if has_kernel else ("xla",):
+        call = jax.jit(functools.partial(op.function, implementation=implementation))
+        try:
+            times[implementation] = selfcheck.seconds(call, arguments)
+        except Exception as error:  # a kernel that a GPU refuses is a row of the table, not its end
+            times[implementation] = math.nan
+            print(f"{op.name}, {implementation}: {type(error).__name__}: {error}", file=sys.stderr)
+    xla, kernel = times["xla"], times.get("mosaic_gpu")
+    cells = ["none", ""] if kernel is None else [f"{kernel * 1e6:.1f}", f"{kernel / xla:.2f}"]
+    share = ideal / (xla if kernel is None else kernel) / copy_rate
+    return f"| {leaf} | {op.name} | {ideal / 1e6:.1f} | {xla * 1e6:.1f} | {' | '.join(cells)} | {share:.0%} |"
+
+
+def measured(shapes: Sequence[str]) -> Iterator[str]:
+    """The table on the GPU at hand, line by line, to be pasted into an issue."""
+    device = jax.local_devices()[0]
+    block = jnp.zeros(1 << 28, jnp.float32)
+    copy_rate = 2 * block.nbytes / selfcheck.seconds(jax.jit(lambda x: x + 1), (block,))
+    yield f"{device.device_kind}, {device.client.platform_version}, JAX {jax.__version__}".replace("\n", " ")
+    yield f"\nA copy of 1 GiB reads and writes {copy_rate / 1e9:.0f} GB/s.\n"
+    yield MEASURED_HEAD
+    for name in shapes:
+        for op in ops(SHAPES[name]):
+            yield measure(name, op, copy_rate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -178,19 +201,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_gpu = here.platform == "gpu"
     if not on_gpu and (missing := absent_gpu.plugin_missing()):
         parser.error(missing)
-    print(f"jax {jax.__version__}, {here.device_kind if on_gpu else gpus.TARGETS[options.gpu].name + ' (absent)'}")
-    copy_rate = 0.0
     if on_gpu:
-        block = jnp.zeros(1 << 28, jnp.float32)
-        copy_rate = 2 * block.nbytes / _median_seconds(jax.jit(lambda x: x + 1), [block])
-        print(f"copy bandwidth {copy_rate / 1e9:.0f} GB/s, measured on 1 GiB")
-    else:
-        print("ideal MB, moved MB, moved / ideal, kernels, modelled us, bound; nothing here is measured")
+        for line in measured(options.shapes):
+            print(line, flush=True)
+        return
+    print(f"jax {jax.__version__}, {gpus.TARGETS[options.gpu].name} (absent)")
+    print("ideal MB, moved MB, moved / ideal, kernels, modelled us, bound; nothing here is measured")
     for name in options.shapes:
         for op in ops(SHAPES[name]):
             backends = ["xla"] if op.plan is None or op.plan.problems else ["xla", "mosaic_gpu"]
             for implementation in backends:
-                row = measure(op, implementation, copy_rate) if on_gpu else model(op, implementation, options.gpu)
+                row = model(op, implementation, options.gpu)
                 print(f"{name:14s} {op.name:48s} {implementation:10s} {row}", flush=True)
 
 

@@ -53,7 +53,7 @@ class GpuTarget:
         shared_memory_per_block: the most one block may ask for, in bytes.
         compute_capability: CUDA's major number.
         product_efficiency: share of the peak that large matrix products reach inside a training step; fitted to
-            published runs, whose table stands in `zerojax.planner.replay`.
+            published runs on A100 and H100, whose table stands in `zerojax.planner.replay`; others as H100.
         memory_efficiency: share of `memory_bandwidth` that streaming kernels reach: 0.9, as in copy benchmarks
             (BabelStream on H100: 3.0 of 3.35 TB/s).
         node_latency: seconds a collective between nodes takes beyond its bytes: handshakes over the network, and the
@@ -115,6 +115,7 @@ TARGETS: Mapping[str, GpuTarget] = {
         shared_memory_per_core=167_936,
         shared_memory_per_block=166_912,
         compute_capability=8,
+        product_efficiency=0.8,
     ),
     "h100": _H100,
     "h200": dataclasses.replace(

@@ -1,9 +1,10 @@
 """zerojax: ZeRO stages 0-3 for any JAX model and any optax optimizer."""
 
+from zerojax.checkpoints.export import export
 from zerojax.checkpoints.manager import CheckpointManager
 from zerojax.checkpoints.saving import restore, save
 from zerojax.config import QuantFormat, ZeroConfig
-from zerojax.gather.evaluate import GatherWarning
+from zerojax.gather.equation import GatherWarning
 from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
 from zerojax.hlo.program import expect_collectives, read_program
@@ -49,6 +50,7 @@ __all__ = [
     "compiler_options",
     "distributed",
     "expect_collectives",
+    "export",
     "init_feedback",
     "low_precision_adamw",
     "make_mesh",

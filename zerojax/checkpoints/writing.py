@@ -96,7 +96,7 @@ def stored_shapes(tensorstore: Any, directory: Any, names: list[str]) -> Shapes:
     Raises:
         DamagedCheckpoint: one cannot be opened.
     """
-    opening = _open(tensorstore, directory, names)
+    opening = open_arrays(tensorstore, directory, names)
     found: Shapes = {}
     for name, array in opening.items():
         try:
@@ -134,8 +134,8 @@ def orbax() -> tuple[Any, Any]:
     return orbax.checkpoint, tensorstore
 
 
-def _open(tensorstore: Any, directory: Any, names: list[str]) -> dict[str, Any]:
-    """Futures of the arrays of a checkpoint."""
+def open_arrays(tensorstore: Any, directory: Any, names: list[str]) -> dict[str, Any]:
+    """Futures of the arrays of a checkpoint, by name."""
     base: Any = str(directory).rstrip("/") + "/"
     store = {"driver": "ocdbt", "base": base if "://" in base else {"driver": "file", "path": base}}
     return {
@@ -146,7 +146,7 @@ def _open(tensorstore: Any, directory: Any, names: list[str]) -> dict[str, Any]:
 
 def _cut_padding(tensorstore: Any, directory: Any, shapes: Shapes) -> None:
     """Declares the arrays of a written checkpoint to end where the padding begins."""
-    opened = {name: array.result() for name, array in _open(tensorstore, directory, list(shapes)).items()}
+    opened = {name: array.result() for name, array in open_arrays(tensorstore, directory, list(shapes)).items()}
     for array in [opened[name].resize(exclusive_max=shape, resize_metadata_only=True)
                   for name, shape in shapes.items()]:  # fmt: skip
         array.result()

@@ -54,6 +54,18 @@ def place_whole(x: Any, sharding: NamedSharding | None) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def place_slices(source: np.ndarray, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of which every device reads its slice of a source (a mapped file) alone; longer is filled with zeros."""
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        part = np.asarray(source[index]).astype(dtype)
+        wanted = [len(range(n)[i]) for n, i in zip(shape, index, strict=True)]
+        missing = [(0, n - m) for n, m in zip(wanted, part.shape, strict=True)]
+        return np.pad(part, missing) if any(after for _, after in missing) else part
+
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
 def check_same_values(what: str, tree: Tree) -> None:
     """In a job of several processes, refuses values of this process that are others on another one.
 
