@@ -31,9 +31,10 @@ def test_two_hops_of_stochastic_rounding_are_unbiased_on_every_shard():
     formats = QuantFormat(8, 32), QuantFormat(4, 32)  # blocks of one size: element for element the same counters
     collectives = quantized_gradients(plain_collectives(), formats, AXES, rounding="stochastic")
     reduce = functools.partial(collectives.reduce, placement=placement)
-    total = jax.jit(
+    summed = jax.jit(
         jax.shard_map(reduce, mesh=mesh, in_specs=P(), out_specs=placement.data_spec, check_vma=False)
-    )(leaf)  # fmt: skip
+    )  # fmt: skip
+    total = summed(leaf)
     step = LOCAL * largest / 7 * (1 + 2**-7)  # the scale in bfloat16, rounded up
     for shard in total.addressable_shards:
         drawn = np.delete(np.asarray(shard.data), np.s_[::16], axis=None)
@@ -41,3 +42,7 @@ def test_two_hops_of_stochastic_rounding_are_unbiased_on_every_shard():
         # standard deviations of the mean are 0.9, a sixtieth of the step; one set of draws for both hops costs 4.
         deviation = NODES * step / 2 / math.sqrt(drawn.size)
         assert abs(drawn.mean() - NODES * LOCAL * value) < 5 * deviation, shard.index
+    # Thrice the gradient is another one, of another step, say: the same levels, and draws of its own.
+    again = np.asarray(summed(3 * leaf)) / 3
+    drawn = [np.delete(np.asarray(x), np.s_[::16], axis=None) for x in (total, again)]
+    assert abs(np.corrcoef(*drawn)[0, 1]) < 5 / math.sqrt(drawn[0].size)  # one set of draws: 1

@@ -1,7 +1,7 @@
 """The evaluator: any program over stored parameters has the values and gradients it has over whole ones.
 
 The oracle is `jax.value_and_grad` on one device of the mean over the devices' parts of the batch. Every program stands
-for a primitive or a manner of using a weight. What must be true of the way there (how often, in which dtype and where
+for a primitive or a way of using a weight. What must be true of the way there (how often, in which dtype and where
 a leaf is gathered and reduced) is read from the jaxpr, which is the same on every backend.
 """
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation: both manners give the gradient of one large batch, and send what they say."""
+"""Gradient accumulation: both policies give the gradient of one large batch, and send what they say."""
 
 import functools
 from typing import Any
@@ -43,7 +43,7 @@ def oracle():
     ("stage", "mesh", "accumulation"),
     [(0, "3x2", "deferred"), (1, "2x4", "sharded"), (2, "data", "deferred"), (3, "3x2", "deferred")],
 )
-def test_both_manners_give_the_gradient_of_one_large_batch(stage, mesh, accumulation):
+def test_both_policies_give_the_gradient_of_one_large_batch(stage, mesh, accumulation):
     layout, params = layout_of(stage, mesh)
     grad_fn = zerojax.value_and_grad(loss_fn, layout, microbatches=2, accumulation=accumulation)
     loss, grads = jax.jit(grad_fn)(layout.shard(params), models.dense_batches(1, 48)[0])
