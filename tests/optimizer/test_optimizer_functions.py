@@ -9,6 +9,7 @@ import pytest
 from tolerances import FLOAT32
 
 import zerojax
+from zerojax.layout.optimizer_form import in_optimizer
 
 BATCH = models.dense_batches(1, 56)[0]
 
@@ -87,7 +88,7 @@ def test_a_line_search_takes_the_value_from_apply_or_from_a_plain_function(how):
 def test_outside_of_an_optimizer_logical_parameters_are_refused_as_before():
     params = models.dense_init(jax.random.key(1))
     layout = models.make_layout(params, "1x7", 3)
-    with layout.in_optimizer():
+    with in_optimizer(layout):
         pass
     with pytest.raises(ValueError, match="stored form"):
         zerojax.value_and_grad(models.dense_loss, layout)(params, BATCH)

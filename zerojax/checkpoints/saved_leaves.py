@@ -163,9 +163,13 @@ def _some(names: list[str]) -> str:
 
 
 def raw(value: Any) -> Any:
-    """PRNG keys as the integers they are made of; all else as it is."""
+    """What is written: PRNG keys as the integers they are made of, and what zarr has no type for as bytes."""
     if not _compat.is_prng_key(value):
-        return value
+        if str(getattr(value, "dtype", "")) not in ("uint2", "uint4"):
+            return value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(value.shape, jnp.uint8, sharding=value.sharding)
+        return value.astype(jnp.uint8)
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.eval_shape(jax.random.key_data, value)
     return jax.random.key_data(value)

@@ -181,7 +181,10 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
     elif like is None:
         like = layout.param_shapes()
         prefix = ("params",) if about["kind"] == TrainState.__name__ else ()
-    leaves = [dataclasses.replace(leaf, names=(*prefix, *leaf.names)) for leaf in describe_leaves(like, layout, tx)]
+    leaves = describe_leaves(like, layout, tx)
+    if prefix:  # a bare array has no name of its own there
+        inside = () if jax.tree_util.treedef_is_leaf(jax.tree.structure(like)) else None
+        leaves = [dataclasses.replace(x, names=(*prefix, *(x.names if inside is None else inside))) for x in leaves]
     check_same(leaves, about, target, prefix)
     values, problem = [], ""
     try:
@@ -197,7 +200,7 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
     if problem := next(filter(None, exchange("restore: what was read", problem)), ""):
         raise paths.DamagedCheckpoint(problem)
     _check_values(target, leaves, values, about)
-    values = [_rewrap_prng_key(x, leaf.value) for x, leaf in zip(values, leaves, strict=True)]
+    values = [_from_raw(x, leaf.value) for x, leaf in zip(values, leaves, strict=True)]
     restored = jax.tree.unflatten(jax.tree.structure(like), values)
     if isinstance(restored, TrainState) and layout.config.error_feedback and restored.feedback is None:
         restored = restored._replace(feedback=init_feedback(layout))
@@ -284,9 +287,9 @@ def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
     return place_whole(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
 
 
-def _rewrap_prng_key(value: jax.Array, like: Any) -> jax.Array:
+def _from_raw(value: jax.Array, like: Any) -> jax.Array:
     if not _compat.is_prng_key(like):
-        return value
+        return value if value.dtype == jnp.result_type(like) else value.astype(like.dtype)
     kind: list[Any] = []  # of keys that may be shapes only: asked under a trace
     jax.eval_shape(lambda keys: kind.append(jax.random.key_impl(keys)), like)
     return jax.random.wrap_key_data(value, impl=kind[0])

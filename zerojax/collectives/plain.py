@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.layout.placement import Placement, pad, unpad
+from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
 
 Sizes = Mapping[str, int]
 Held = Any
@@ -181,13 +181,20 @@ def _reduce(full: jax.Array, placement: Placement) -> jax.Array:
 
 
 def _as_bits(x: jax.Array) -> jax.Array:
-    """Two-byte floats as uint16: the wire stays 2 bytes wide and no cast can move across the collective."""
+    """Two-byte floats as uint16: the wire stays 2 bytes wide and no cast can move across the collective.
+
+    Integers of 2 bits travel as bytes: XLA's collectives of them on the CPU end the process.
+    """
+    if is_two_bits(x.dtype):
+        return x.astype(jnp.int8)
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
         return lax.bitcast_convert_type(x, jnp.uint16)
     return x
 
 
 def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    if is_two_bits(dtype):
+        return x.astype(dtype)
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 

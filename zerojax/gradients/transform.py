@@ -36,6 +36,7 @@ from zerojax.gradients.stored_arguments import (
     without_gradient,
 )
 from zerojax.layout.layout import Layout
+from zerojax.layout.optimizer_form import entering, leaving
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -158,7 +159,7 @@ def gradient_function(
         loss_scale: jax.Array | None = None,
         model_state: Tree = None,
     ) -> Gradients:
-        params = layout.entered(params)
+        params = entering(params, layout)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, model_state, layout))
         if layout.stage >= 3 and has_secondary(layout):
@@ -198,7 +199,7 @@ def gradient_function(
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = run_locally(params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
-            grads=layout.left(layout.treedef.unflatten(out.grads)),
+            grads=leaving(layout.treedef.unflatten(out.grads), layout),
             feedback=layout.treedef.unflatten(out.feedback) if carries else None,
         )
 
@@ -232,7 +233,7 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
     """
 
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
-        params = layout.entered(params)
+        params = entering(params, layout)
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, None, layout))
         batch_specs, rest_specs = batches.batch_specs(batch, layout), argument_specs(rest)
@@ -300,10 +301,12 @@ def _over_data_axes(layout: Layout, fn: Callable[..., Any], in_specs: Any, out_s
         def held(values: list[Any]) -> tuple[Any, ...]:
             return tuple(x for x, is_empty in zip(values, empty, strict=True) if not is_empty)
 
-        return jax.shard_map(
+        on_devices = jax.shard_map(
             with_empty, mesh=layout.mesh, in_specs=held(specs), out_specs=out_specs,
             axis_names=set(layout.config.axes), check_vma=False,
-        )(*held(leaves))  # fmt: skip
+        )  # fmt: skip
+        # Under jit in eager calls too: shard_map alone does not run custom derivatives with symbolic zeros.
+        return jax.jit(on_devices)(*held(leaves))
 
     return run
 

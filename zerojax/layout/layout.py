@@ -7,12 +7,10 @@ them against it and describes it.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,15 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
+from zerojax.layout.description import describe, first_line, html_table
 from zerojax.layout.host_arrays import check_same_values, place_slices, place_whole, spread_batch
-from zerojax.layout.mesh import data_size, with_auto_axes
-from zerojax.layout.notices import describe_leaves
-from zerojax.layout.placement import Placement, pad, unpad
+from zerojax.layout.mesh import data_size, with_auto_axes, with_auto_mesh
+from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
 from zerojax.layout.safetensors import select_tensors
 
 Tree = Any
-# The layouts of the optimizers that are calling a function of the user's.
-_IN_OPTIMIZER: contextvars.ContextVar[tuple[Layout, ...]] = contextvars.ContextVar("_IN_OPTIMIZER", default=())
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
@@ -110,7 +106,7 @@ class Layout:
 
     def logical_shapes(self) -> Tree:
         """The parameters as the model sees them, as `jax.ShapeDtypeStruct`s without padding or sharding."""
-        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.placements)
+        return jax.tree.map(_logical, self.placements)
 
     def shard(self, params: Tree) -> Tree:
         """Places full parameters (host or device arrays) in stored form; the input stays valid.
@@ -192,37 +188,6 @@ class Layout:
         self.check(tree, stored=True if self.stage >= 3 else None, what="stored params")
         return StoredParams(tree, self)
 
-    @contextlib.contextmanager
-    def in_optimizer(self) -> Iterator[None]:
-        """While functions run that an optimizer calls: it works on parameters of logical shape, in the master dtype."""
-        token = _IN_OPTIMIZER.set((*_IN_OPTIMIZER.get(), self))
-        try:
-            yield
-        finally:
-            _IN_OPTIMIZER.reset(token)
-
-    def entered(self, params: Tree) -> Tree:
-        """Parameters in stored form, checked; what an optimizer's function was called with is brought into it."""
-        if not self._is_in_optimizer():
-            self.check(params, stored=True)
-            return params
-        self.check(params, stored=None)
-        form = pad if self.stage >= 3 else unpad
-        return self._map(lambda x, p: form(jnp.asarray(x, p.dtype), p), params)
-
-    def left(self, grads: Tree) -> Tree:
-        """Gradients as they are; in an optimizer's function of logical shape."""
-        if not self._is_in_optimizer():
-            return grads
-        pairs = zip(self.leaves_of(grads), self.leaves, strict=True)
-        return self._unflatten([None if g is None else unpad(g, p) for g, p in pairs])
-
-    def _is_in_optimizer(self) -> bool:
-        return any(
-            other is self or (other.treedef == self.treedef and other.leaves == self.leaves)
-            for other in _IN_OPTIMIZER.get()
-        )
-
     def load(self, path: str | os.PathLike[str], *, names: dict[str, str] | None = None, cast: bool = False) -> Tree:
         """Parameters in stored form from safetensors: each device reads its own slices, no host the whole model.
 
@@ -245,22 +210,40 @@ class Layout:
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
 
-        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters.
+        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters,
+        and where a leaf has none (`None`, `optax.MaskedNode`), there is none in the result.
 
         For looking at, comparing and exporting: it needs room for the full tree on each device.
         """
-        self.check(tree, stored=None)
-        return self._unflatten(self._gather(self._flatten(tree)))
+        try:
+            found = self.leaves_of(tree)
+        except ValueError:
+            self.check(tree, stored=None, what="the tree")  # names the difference
+            raise
+        has = [bool(jax.tree.leaves(x)) for x in found]
+        shown = [x if some else p for x, p, some in zip(found, map(_logical, self.leaves), has, strict=True)]
+        self.check(self._unflatten(shown), stored=None, what="the tree")
+        whole = iter(self._gather([x if some else None for x, some in zip(found, has, strict=True)]))
+        return self._unflatten([next(whole) if some else x for x, some in zip(found, has, strict=True)])
 
     @functools.cached_property
     def _gather(self) -> Callable[[list[Any]], list[jax.Array]]:
         """`unshard` of the leaves; compiled once for the dtypes of a tree."""
 
-        def gather(leaves: list[Any]) -> list[jax.Array]:
-            return [unpad(x, p) for x, p in zip(leaves, self.leaves, strict=True)]
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
 
-        replicated = [NamedSharding(self.mesh, PartitionSpec())] * len(self.leaves)
-        return jax.jit(with_auto_axes(gather, self.mesh, replicated), out_shardings=replicated)
+        def whole(x: jax.Array, p: Placement) -> jax.Array:
+            if is_two_bits(x.dtype):  # barriers: the compiler would move the casts beyond the gather
+                for sharding in (self.shard_sharding(p), everywhere):
+                    held = jax.lax.with_sharding_constraint(x.astype(jnp.int8), with_auto_mesh(sharding))
+                    x = jax.lax.optimization_barrier(held)
+            return unpad(x, p)
+
+        def gather(leaves: list[Any]) -> list[jax.Array]:
+            pairs = zip(leaves, self.leaves, strict=True)
+            return [whole(x, p).astype(x.dtype) for x, p in pairs if x is not None]
+
+        return jax.jit(with_auto_axes(gather, self.mesh, everywhere), out_shardings=everywhere)
 
     def init(self, init_fn: Callable[..., Tree], *args: Any) -> Tree:
         """Runs an initialiser with its outputs in stored form; no device ever holds a full copy.
@@ -319,19 +302,32 @@ class Layout:
                 raise ValueError(f"{what}{p.path} has dtype {jnp.result_type(x)}, but the layout has {p.dtype}")
             self._check_mesh(x, f"{what}{p.path}")
 
-    def describe(self) -> str:
+    def describe(self, *, every_leaf: bool = False) -> str:
         """What is sharded, what stayed replicated and why, in bytes; one line per leaf that is not evenly sharded.
+
+        Args:
+            every_leaf: a line for the others too. In a notebook, a layout shows itself as a table of all leaves.
 
         >>> import zerojax
         >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
         >>> shapes = jax.eval_shape(lambda: {"w": jnp.zeros((512, 512)), "b": jnp.zeros(512)})
-        >>> print(zerojax.partition(shapes, mesh, ZeroConfig()).describe())
+        >>> layout = zerojax.partition(shapes, mesh, ZeroConfig())
+        >>> layout
+        stage 3 on mesh node=2 x local=4: 8 shards over ('node', 'local')
+        >>> print(layout.describe(every_leaf=True))
         stage 3 on mesh node=2 x local=4: 8 shards over ('node', 'local')
         sharded     1 leaves      1,048,576 bytes,        131,072 on each device
         replicated  1 leaves          2,048 bytes,          2,048 on each device
           ['b'] (512,) float32: replicated, 2,048 bytes: 512 elements, fewer than min_shard_size 16384
+          ['w'] (512, 512) float32: 131,072 bytes on each device: dim 0 of 512 divides by 8
         """
-        return describe_leaves(self.mesh, self.config, self.leaves, self.num_shards)
+        return describe(self.mesh, self.config, self.leaves, self.num_shards, every_leaf=every_leaf)
+
+    def __repr__(self) -> str:
+        return first_line(self.mesh, self.config, self.num_shards)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.mesh, self.config, self.leaves, self.num_shards)
 
     def _check_mesh(self, x: Any, name: str) -> None:
         sharding = getattr(x, "sharding", None) if not _compat.is_traced(x) else None
@@ -380,6 +376,10 @@ class Layout:
 def drop_weak_type(x: Any) -> Any:
     """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _logical(p: Placement) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(p.shape, p.dtype)
 
 
 def _may_share(x: jax.Array, sharding: NamedSharding) -> bool:

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from zerojax._compat import has_explicit_axes
 
 
 def make_mesh(
@@ -124,6 +126,13 @@ def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Ca
     """
     explicit = tuple(a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings) if explicit else fn
+
+
+def with_auto_mesh(sharding: NamedSharding) -> NamedSharding:
+    """The sharding as a constraint inside `with_auto_axes`, which may name only axes that the compiler manages."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "a layout's shardings name real devices"
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec) if has_explicit_axes(mesh) else sharding
 
 
 def _group_by_host(devices: Sequence[Any]) -> dict[int, list[Any]]:

@@ -71,25 +71,3 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
             "elements"
         )
     return out
-
-
-def describe_leaves(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement], num_shards: int) -> str:
-    """What `Layout.describe` says."""
-    sharded = [p for p in leaves if p.is_sharded]
-    whole = [p for p in leaves if not p.is_sharded]
-    axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    lines = [f"stage {config.stage} on mesh {axes}: {num_shards} shards over {config.axes}"]
-    for name, group in (("sharded", sharded), ("replicated", whole)):
-        total, each = sum(p.full_bytes for p in group), sum(p.shard_bytes for p in group)
-        lines.append(f"{name:<10} {len(group):>2} leaves {total:>14,} bytes, {each:>14,} on each device")
-    for p in whole:
-        lines.append(f"  {p.path} {p.shape} {p.dtype.name}: replicated, {p.full_bytes:,} bytes: {p.reason}")
-    for p in sharded:
-        if p.padding:
-            waste = p.shard_bytes * p.num_shards - p.full_bytes
-            lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.reason}, {waste:,} bytes in all")
-    frozen = [p.path for p in leaves if not p.trainable]
-    if frozen:
-        lines.append(f"  not trained: {', '.join(frozen)}")
-    lines += [f"  notice: {text}" for text in notices(mesh, config, leaves)]
-    return "\n".join(lines)

@@ -221,6 +221,15 @@ def trimmed_spec(entries: list[str | tuple[str, ...] | None]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+def is_two_bits(dtype: np.dtype) -> bool:
+    """Whether XLA has to be handed bytes instead when such values move between devices: int2 and uint2.
+
+    >>> is_two_bits(jnp.dtype("int2")), is_two_bits(jnp.dtype("int4"))
+    (True, False)
+    """
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 4
+
+
 def pad(x: jax.Array, placement: Placement) -> jax.Array:
     """Appends the zero rows of the placement to a logical array (global, or full on this device)."""
     if not placement.padding or x.shape != placement.shape:

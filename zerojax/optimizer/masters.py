@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax.collectives.plain import plain_collectives
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import other_axes
+from zerojax.layout.mesh import other_axes, with_auto_mesh
 from zerojax.layout.placement import Placement, pad
-from zerojax.optimizer.stored import auto_sharding, constrain, has_master, master_dtype, to_logical
+from zerojax.optimizer.stored import constrain, has_master, master_dtype, to_logical
 
 Tree = Any
 
@@ -101,7 +101,7 @@ def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
         return constrain(pad(x, p), p, layout)
     if not layout.stage:
         return x
-    whole = auto_sharding(layout.full_sharding(p))
+    whole = with_auto_mesh(layout.full_sharding(p))
     if p.is_sharded and len(p.axes) > 1:
         # Over "node" first, then inside the node: every byte enters a node once. The compiler's own gather is one ring
         # over all devices, whose neighbours are of different nodes.

@@ -30,15 +30,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import nontrivial_axes
-from zerojax.optimizer.stored import auto_sharding
+from zerojax.layout.mesh import nontrivial_axes, with_auto_mesh
 
 # Decompositions and solves, which need their operand whole.
 _DECOMPOSITIONS = {
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve", "tridiagonal", "tridiagonal_solve",
 }  # fmt: skip
-_INLINED = {"jit", "pjit", "closed_call", "core_call"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,8 +122,8 @@ def _inline(closed: Any, inputs: Sequence[_Operand], steps: list[_Step], numbers
 
     for eqn in jaxpr.eqns:
         operands = tuple(map(read, eqn.invars))
-        if eqn.primitive.name in _INLINED:
-            outputs = _inline(eqn.params["jaxpr"], operands, steps, numbers)
+        if eqn.primitive.name in _compat.CALLS:
+            outputs = _inline(_compat.called_jaxpr(eqn), operands, steps, numbers)
         else:
             outputs = [next(numbers) for _ in eqn.outvars]
             steps.append(_Step(eqn, operands, tuple(outputs)))
@@ -223,7 +221,7 @@ def _whole_spec(x: Any, extent: int | None, layout: Layout) -> PartitionSpec:
 
 
 def _constrain(x: Any, spec: PartitionSpec, layout: Layout) -> Any:
-    return jax.lax.with_sharding_constraint(x, auto_sharding(NamedSharding(layout.mesh, spec)))
+    return jax.lax.with_sharding_constraint(x, with_auto_mesh(NamedSharding(layout.mesh, spec)))
 
 
 def _multiplies_matrices(eqn: Any) -> bool:
@@ -248,11 +246,9 @@ def _heavy_equations(eqn: Any) -> Iterator[Any]:
     if eqn.primitive.name == "dot_general" or eqn.primitive.name in _DECOMPOSITIONS:
         yield eqn
         return
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                for inner in _compat.open_jaxpr(part)[0].eqns:
-                    yield from _heavy_equations(inner)
+    for jaxpr in _compat.sub_jaxprs(eqn):
+        for inner in jaxpr.eqns:
+            yield from _heavy_equations(inner)
 
 
 def _is_matrix_product(eqn: Any) -> bool:

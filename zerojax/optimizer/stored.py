@@ -18,12 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from zerojax import _compat
 from zerojax.layout.layout import Layout, drop_weak_type
-from zerojax.layout.mesh import data_size, nontrivial_axes
+from zerojax.layout.mesh import data_size, nontrivial_axes, with_auto_mesh
 from zerojax.layout.notices import ZeroNotice
+from zerojax.layout.optimizer_form import in_optimizer
 from zerojax.layout.placement import Placement, pad, place, unpad
 from zerojax.optimizer.moments import BlockMoment
 
@@ -200,7 +201,7 @@ def logical_arguments(extra: dict[str, Any], params: Tree, layout: Layout) -> di
     def called(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with layout.in_optimizer():
+            with in_optimizer(layout):
                 out = fn(*map(completed, args), **{name: completed(x) for name, x in kwargs.items()})
             return jax.tree.map(logical, out, is_leaf=lambda x: jax.tree.structure(x) in (layout.treedef, trained))
 
@@ -227,18 +228,9 @@ def to_stored(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
 
 def constrain(x: Any, p: Placement, layout: Layout) -> jax.Array:
     """Keeps a leaf of the state or of an update, logical or padded, on its shards."""
-    return jax.lax.with_sharding_constraint(x, auto_sharding(state_sharding_of(p, layout)))
+    return jax.lax.with_sharding_constraint(x, with_auto_mesh(state_sharding_of(p, layout)))
 
 
 def state_sharding_of(p: Placement, layout: Layout) -> NamedSharding:
     """Sharding of a leaf of the state or of a gradient: over the data axes from stage 1 on."""
     return layout.shard_sharding(p) if layout.stage >= 1 else layout.full_sharding(p)
-
-
-def auto_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding as a constraint inside `with_auto_axes`, which may name only axes that the compiler manages."""
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh), "a layout's shardings name real devices"
-    if not _compat.has_explicit_axes(mesh):
-        return sharding
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec)
