@@ -88,10 +88,9 @@ def different(wanted: Any, got: Any) -> str | None:
 
 def seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     """Seconds of one call: by the device's own clock where JAX can read it, else the best of some rounds."""
-    on_device = _device_seconds(function, arguments)
-    if on_device is not None:
-        return on_device
     jax.block_until_ready(function(*arguments))
+    if _has_device_clock():
+        return _on_device(function, arguments)
     rounds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -100,14 +99,23 @@ def seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     return min(rounds)
 
 
-def _device_seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float | None:
-    """By the profiler of JAX's own Mosaic kernels, which reads CUPTI; None where it cannot."""
-    if jax.local_devices()[0].platform != "gpu":
-        return None
-    try:
-        from jax.experimental.mosaic.gpu import profiler
+def _on_device(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    """By the profiler of JAX's Mosaic kernels, which reads CUPTI."""
+    from jax.experimental.mosaic.gpu import profiler
 
-        _, milliseconds = profiler.measure(functools.partial(function), iterations=RUNS)(*arguments)  # type: ignore[call-arg]
-        return float(np.median(milliseconds)) / 1e3
-    except Exception:  # no CUPTI here, or another signature: the host's clock then
-        return None
+    _, milliseconds = profiler.measure(function, iterations=RUNS)(*arguments)
+    if not milliseconds:
+        raise RuntimeError("no kernel was launched that could be timed")
+    return float(np.median(milliseconds)) / 1e3
+
+
+@functools.cache
+def _has_device_clock() -> bool:
+    """Asked once a process: two times that are compared come from one clock."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return False
+    try:
+        return _on_device(jax.jit(lambda x: x + 1), (jax.device_put(jnp.zeros(1024), device),)) > 0
+    except Exception:  # no CUPTI here, or another profiler has it: the host's clock then
+        return False

@@ -153,6 +153,14 @@ def test_the_step_is_the_replay_of_the_program_and_what_is_exposed_is_named(comp
 
 
 @AOT
+def test_on_a_slow_network_the_plan_says_what_the_techniques_make_of_a_step(compared):
+    found, _ = compared
+    steps = {one.name: one.time.step for one in found.configs if one.name.startswith("stage 3")}
+    best = min(steps, key=steps.get)
+    assert f"at 12.5 GB/s into a node a step of stage 3 takes {steps['stage 3']:.3g} s" in found.recommendation
+    assert f"of {best} {steps[best]:.3g} s" in found.recommendation
+
+
 def test_techniques_break_even_where_both_programs_take_as_long(compared):
     found, _ = compared
     assert all(t.replayed for t in found.techniques)

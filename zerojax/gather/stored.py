@@ -47,8 +47,7 @@ class Scope:
             different loops, and under activation checkpointing recomputation and VJP should share one gather.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
-        keeps_values: whether what is computed here waits for the backward pass: not under activation checkpointing, nor
-            where there is none.
+        total: number of elements of all stored parameters of the program; 0: not known.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
             is the inputs beside the parameters.
     """
@@ -60,24 +59,26 @@ class Scope:
         barrier: bool = True,
         min_loop_size: int = 0,
         fed_back: dict[str, object] | None = None,
-        keeps_values: bool = False,
+        total: int = 0,
         forward_only: bool = False,
     ) -> None:
         self.collectives = collectives
-        self.keeps_values = keeps_values
+        self.total = total
         self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
         self.barrier = barrier
         self.min_loop_size = min_loop_size
+        # By id of an array, (the array, the equation that has broadcast it, its input).
+        self.broadcasts: dict[int, tuple[Any, Any, Any]] = {}
         self._casts: dict[tuple[int, np.dtype], Stored] = {}
         self._secondaries: dict[int, Stored] = {}
         self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
 
-    def nested(self, *, checkpointed: bool = False) -> Scope:
+    def nested(self) -> Scope:
         """A scope for the body of a loop or of a checkpointed function."""
         return Scope(
             self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            keeps_values=self.keeps_values and not checkpointed, forward_only=self.forward_only,
+            forward_only=self.forward_only, total=self.total,
         )  # fmt: skip
 
     def enter(

@@ -28,8 +28,9 @@ from zerojax import _compat
 from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.evaluate import evaluate_plain
-from zerojax.gather.secondaries import cast_target, hoist_secondaries, is_scanned_over
+from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
+from zerojax.gather.uses import LeafUse, cast_target, is_layered, leaf_uses
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 
@@ -113,14 +114,16 @@ def staged_backward(
         for x, p in zip(leaves, layout.leaves, strict=True)
     ]
     if repeated:
-        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], outer)[: len(held)]
+        same = _replicated_inputs(layout, batch, rest)
+        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], same, outer)[: len(held)]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
         def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any]) -> Any:
-            scope = layout_scope(layout, reduces=not deferred, keeps_values=True)
+            scope = layout_scope(layout, reduces=not deferred)
             parts = zip(held, grad_inputs, feedback, strict=True)
             args = [_entered(*part, scope) for part in parts]
-            return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope)))
+            inputs, same = [*args, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
+            return arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
 
         grad_inputs = [_grad_input(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
         if not deferred:
@@ -131,9 +134,9 @@ def staged_backward(
     if not deferred:
         replicated = [None if p.is_sharded else p for p in layout.leaves]
         return Backward(run, _reduction(layout, replicated))
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    wire = [cast_target(inner, var, p.dtype) for var, p in zip(inner.invars, layout.leaves, strict=False)]
-    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: inner))
+    uses = leaf_uses(jaxpr, len(layout.leaves))
+    wire = [cast_target(of_leaf, p.dtype) for of_leaf, p in zip(uses, layout.leaves, strict=True)]
+    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: jaxpr))
 
     def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
         narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
@@ -167,7 +170,14 @@ def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], bat
     jaxpr, out_tree = trace(fn, layout, batch, rest)
     scope = layout_scope(layout, forward_only=True)
     held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
-    return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope)))
+    inputs, same = [*held, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
+    return arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
+
+
+def _replicated_inputs(layout: Layout, batch: Tree, rest: Any) -> list[bool]:
+    """For each input of the traced loss, whether it is the same on every device: all but the batch and folded keys."""
+    of_rest = [not _compat.is_prng_key(x) for x in jax.tree.leaves(rest)]
+    return [*(True for _ in layout.leaves), *(False for _ in jax.tree.leaves(batch)), *of_rest]
 
 
 def arrays(out: Tree) -> Tree:
@@ -181,15 +191,12 @@ def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tup
     return jaxpr, jax.tree.structure(shape)
 
 
-def layout_scope(
-    layout: Layout, *, reduces: bool = True, keeps_values: bool = False, forward_only: bool = False
-) -> Scope:
+def layout_scope(layout: Layout, *, reduces: bool = True, forward_only: bool = False) -> Scope:
     """A top-level scope for a layout; gradients leave it reduced or whole."""
     collectives = layout_collectives(layout)
     return Scope(
         collectives if reduces else unreduced(collectives),
         min_loop_size=layout.config.min_shard_size,
-        keeps_values=keeps_values and layout.stage >= 3,
         forward_only=forward_only,
     )
 
@@ -227,15 +234,14 @@ def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]
         return [_replicated(p) for p in layout.leaves]
     if layout.config.quantize_gradients is None:
         return layout.leaves
-    jaxpr, _ = _compat.open_jaxpr(traced())
 
-    def reduced(p: Placement, var: Any) -> Placement:
-        if not p.is_quantized or not is_scanned_over(jaxpr, var):
+    def reduced(p: Placement, uses: tuple[LeafUse, ...]) -> Placement:
+        if not p.is_quantized or not is_layered(uses):
             return p
         least = max(layout.config.min_shard_size, layout.config.min_quantize_size)
         return p.unquantized() if len(p.shape) < 3 or math.prod(p.shape[1:]) < least else p
 
-    return [reduced(p, var) for p, var in zip(layout.leaves, jaxpr.invars, strict=False)]
+    return [reduced(p, uses) for p, uses in zip(layout.leaves, leaf_uses(traced(), len(layout.leaves)), strict=True)]
 
 
 def _replicated(placement: Placement) -> Placement:

@@ -23,14 +23,14 @@ from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import zero
 from zerojax.planner.records import Largest
 from zerojax.planner.workload import Workload
+from zerojax.training.compiler_options import compiler_options
 from zerojax.training.state import TrainState
 from zerojax.training.step import make_train_step
 
 # Fewer passes over machine code that nobody will run, and no search for the fastest kernels, which needs a GPU:
 # half of the compile time. Collectives, schedule and memory are the same.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0", "xla_backend_optimization_level": "0"}
-# Collectives that may be under way at once in a step compiled so: XLA's default.
-OVERLAP_LIMIT = 1
+_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 def lower_step(workload: Workload, layout: Layout, *, microbatches: int) -> jax.stages.Lowered:
@@ -77,6 +77,11 @@ def compile_step(lowered: jax.stages.Lowered, layout: Layout, *, num_nodes: int)
     inner = {name: size for name, size in layout.mesh.shape.items() if name not in axes}
     sizes = {"node": num_nodes, "local": layout.num_shards // num_nodes, **inner}
     return read_program(compiled, sizes, node_axes=("node",)), ""
+
+
+def overlap_limit(layout: Layout) -> int:
+    """Collectives that may be under way at once in a step as the runtime compiles it; one by XLA's default."""
+    return int(compiler_options(layout).get(_LIMIT, 1))
 
 
 def _on(layout: Layout, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -22,7 +22,7 @@ from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice, notices
 from zerojax.layout.partition import partition
 from zerojax.planner.advice import config_name
-from zerojax.planner.compile import OVERLAP_LIMIT, SPAN, compile_step, line_through, lower_step
+from zerojax.planner.compile import SPAN, compile_step, line_through, lower_step, overlap_limit
 from zerojax.planner.memory import offloaded_arguments, padding_notice, plan_memory, replicated_leaves
 from zerojax.planner.records import ConfigPlan, Largest, Memory
 from zerojax.planner.speed import Replays, replayed_time, speed_of
@@ -160,7 +160,8 @@ class ConfigPlanner:
             seconds_of = step_time(traced, streams, self.links)
         else:
             streams, flops = program_streams(program), program.matmul_flops or traced
-            replays = self.replays[config] = Replays(program, layout, self.links, OVERLAP_LIMIT, self.workload.fused)
+            replays = Replays(program, layout, self.links, overlap_limit(layout), self.workload.fused)
+            self.replays[config] = replays
             seconds_of = replayed_time(replays.at(self.links.node_bandwidth))
             speed = speed_of(
                 replays, self.examples * self.microbatches, self.workload.tokens_per_example,

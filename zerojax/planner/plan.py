@@ -22,6 +22,7 @@ from zerojax.planner.advice import (
     NICKNAMES,
     judge_by_replays,
     judge_technique,
+    network_advice,
     plain_config,
     recommend,
     with_technique,
@@ -170,6 +171,7 @@ def _plan_of(planner: ConfigPlanner, configs: list[ZeroConfig], lacking: str) ->
     if not flops:
         flops, source = planner.flops * planner.microbatches, "traced loss"
     chosen, why = recommend(plans, planner.capacity)
+    why = "; ".join(filter(None, (why, network_advice(plans, planner.links))))
     leaves = jax.tree.leaves(workload.params)
     sizes = [math.prod(x.shape) for x in leaves]
     widths = [

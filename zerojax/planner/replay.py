@@ -61,7 +61,7 @@ from zerojax.hlo.steps import Await, Choice, Issue, Kernel, Repeat, Step
 from zerojax.planner.gpus import GpuTarget
 from zerojax.planner.time import EFFICIENCY, Links, plain_links
 
-LANES = ("compute", "inside", "between")
+LANES: tuple[str, ...] = ("compute", "inside", "between")
 # What flash attention (arXiv 2307.08691) computes of a causal attention's products.
 FUSED: Mapping[str, float] = {"flash_attention": 0.5}
 _SAME = 1e-9
@@ -217,7 +217,7 @@ class _Clock:
         self.free = {"inside": 0.0, "between": 0.0}
         self.under_way: list[float] = []  # ends of the collectives issued last
         self.started: dict[str, tuple[float, str]] = {}  # end, and the collective's name
-        self.busy = dict.fromkeys(LANES, 0.0)
+        self.busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self.of_collective: dict[str, list[float]] = {}  # executions, seconds, exposed
         self.known: dict[str, Collective] = {}
 
