@@ -4,7 +4,7 @@ from zerojax.checkpoints.export import export
 from zerojax.checkpoints.manager import CheckpointManager
 from zerojax.checkpoints.saving import restore, save
 from zerojax.config import QuantFormat, ZeroConfig
-from zerojax.gather.evaluate import GatherWarning
+from zerojax.gather.equation import GatherWarning
 from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
 from zerojax.hlo.program import expect_collectives, read_program

@@ -51,8 +51,7 @@ class Scope:
             is gathered, and in loops, an iteration of which is bounded as it is.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
-        keeps_values: whether what is computed here waits for the backward pass: not under activation checkpointing, nor
-            where there is none.
+        total: number of elements of all stored parameters of the program; 0: not known.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
             is the inputs beside the parameters.
     """
@@ -64,27 +63,29 @@ class Scope:
         barrier: bool = True,
         min_loop_size: int = 0,
         fed_back: dict[str, object] | None = None,
-        keeps_values: bool = False,
+        total: int = 0,
         forward_only: bool = False,
         order: Order | None = None,
     ) -> None:
         self.collectives = collectives
         self.order = order
-        self.keeps_values = keeps_values
+        self.total = total
         self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
         self.barrier = barrier
         self.min_loop_size = min_loop_size
+        # By id of an array, (the array, the equation that has broadcast it, its input).
+        self.broadcasts: dict[int, tuple[Any, Any, Any]] = {}
         self._casts: dict[tuple[int, np.dtype], Stored] = {}
         self._secondaries: dict[int, Stored] = {}
         self._held: dict[int, Any] = {}
         self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
 
-    def nested(self, *, checkpointed: bool = False) -> Scope:
+    def nested(self) -> Scope:
         """A scope for the body of a loop or of a checkpointed function."""
         return Scope(
             self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            keeps_values=self.keeps_values and not checkpointed, forward_only=self.forward_only,
+            forward_only=self.forward_only, total=self.total,
         )  # fmt: skip
 
     def enter(
@@ -341,8 +342,8 @@ def instantiated(cotangent: Any) -> Any:
     """A cotangent as an array, also where it is known to be zero."""
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
-    zeros = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(cotangent.shape, cotangent.dtype)
+    aval: Any = cotangent.aval
+    return (np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros)(aval.shape, aval.dtype)
 
 
 def _after(shards: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -29,8 +29,9 @@ from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.evaluate import evaluate_plain
 from zerojax.gather.order import Mark, Order, Token, zero_token
-from zerojax.gather.secondaries import cast_target, hoist_secondaries, is_scanned_over
+from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
+from zerojax.gather.uses import LeafUse, cast_target, is_layered, leaf_uses
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 
@@ -116,15 +117,17 @@ def staged_backward(
         for x, p in zip(leaves, layout.leaves, strict=True)
     ]
     if repeated:
-        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], outer)[: len(held)]
+        same = _replicated_inputs(layout, batch, rest)
+        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], same, outer)[: len(held)]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Pulled]]:
         def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[Any, list[Token]]:
             order = _order(layout, tokens)
-            scope = layout_scope(layout, reduces=not deferred, keeps_values=True, order=order)
+            scope = layout_scope(layout, reduces=not deferred, order=order)
             parts = zip(held, grad_inputs, feedback, strict=True)
             args = [_entered(*part, scope) for part in parts]
-            out = out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope))
+            inputs, same = [*args, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
+            out = out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same))
             return arrays(out), [] if order is None else [order.behind()]
 
         grad_inputs = [_grad_input(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
@@ -141,9 +144,9 @@ def staged_backward(
     if not deferred:
         replicated = [None if p.is_sharded else p for p in layout.leaves]
         return Backward(run, _reduction(layout, replicated))
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    wire = [cast_target(inner, var, p.dtype) for var, p in zip(inner.invars, layout.leaves, strict=False)]
-    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: inner))
+    uses = leaf_uses(jaxpr, len(layout.leaves))
+    wire = [cast_target(of_leaf, p.dtype) for of_leaf, p in zip(uses, layout.leaves, strict=True)]
+    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: jaxpr))
 
     def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
         narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
@@ -178,7 +181,8 @@ def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], bat
     order = _order(layout, [zero_token(), zero_token()])
     scope = layout_scope(layout, forward_only=True, order=order)
     held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
-    out = arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope)))
+    inputs, same = [*held, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
+    out = arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
     return out if order is None else reading(out, order.behind())
 
 
@@ -189,6 +193,12 @@ def reading(out: Tree, token: Token | None) -> Tree:
     if token is not None and first is not None:
         leaves[first] = leaves[first] + token.astype(leaves[first].dtype)
     return structure.unflatten(leaves)
+
+
+def _replicated_inputs(layout: Layout, batch: Tree, rest: Any) -> list[bool]:
+    """For each input of the traced loss, whether it is the same on every device: all but the batch and folded keys."""
+    of_rest = [not _compat.is_prng_key(x) for x in jax.tree.leaves(rest)]
+    return [*(True for _ in layout.leaves), *(False for _ in jax.tree.leaves(batch)), *of_rest]
 
 
 def arrays(out: Tree) -> Tree:
@@ -206,7 +216,6 @@ def layout_scope(
     layout: Layout,
     *,
     reduces: bool = True,
-    keeps_values: bool = False,
     forward_only: bool = False,
     order: Order | None = None,
 ) -> Scope:
@@ -215,7 +224,6 @@ def layout_scope(
     return Scope(
         collectives if reduces else unreduced(collectives),
         min_loop_size=layout.config.min_shard_size,
-        keeps_values=keeps_values and layout.stage >= 3,
         forward_only=forward_only,
         order=order,
     )
@@ -260,15 +268,14 @@ def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]
         return [_replicated(p) for p in layout.leaves]
     if layout.config.quantize_gradients is None:
         return layout.leaves
-    jaxpr, _ = _compat.open_jaxpr(traced())
 
-    def reduced(p: Placement, var: Any) -> Placement:
-        if not p.is_quantized or not is_scanned_over(jaxpr, var):
+    def reduced(p: Placement, uses: tuple[LeafUse, ...]) -> Placement:
+        if not p.is_quantized or not is_layered(uses):
             return p
         least = max(layout.config.min_shard_size, layout.config.min_quantize_size)
         return p.unquantized() if len(p.shape) < 3 or math.prod(p.shape[1:]) < least else p
 
-    return [reduced(p, var) for p, var in zip(layout.leaves, jaxpr.invars, strict=False)]
+    return [reduced(p, uses) for p, uses in zip(layout.leaves, leaf_uses(traced(), len(layout.leaves)), strict=True)]
 
 
 def _replicated(placement: Placement) -> Placement:

@@ -37,7 +37,6 @@ _DECOMPOSITIONS = {
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve", "tridiagonal", "tridiagonal_solve",
 }  # fmt: skip
-_INLINED = {"jit", "pjit", "closed_call", "core_call"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,8 +122,8 @@ def _inline(closed: Any, inputs: Sequence[_Operand], steps: list[_Step], numbers
 
     for eqn in jaxpr.eqns:
         operands = tuple(map(read, eqn.invars))
-        if eqn.primitive.name in _INLINED:
-            outputs = _inline(eqn.params["jaxpr"], operands, steps, numbers)
+        if eqn.primitive.name in _compat.CALLS:
+            outputs = _inline(_compat.called_jaxpr(eqn), operands, steps, numbers)
         else:
             outputs = [next(numbers) for _ in eqn.outvars]
             steps.append(_Step(eqn, operands, tuple(outputs)))
@@ -247,11 +246,9 @@ def _heavy_equations(eqn: Any) -> Iterator[Any]:
     if eqn.primitive.name == "dot_general" or eqn.primitive.name in _DECOMPOSITIONS:
         yield eqn
         return
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                for inner in _compat.open_jaxpr(part)[0].eqns:
-                    yield from _heavy_equations(inner)
+    for jaxpr in _compat.sub_jaxprs(eqn):
+        for inner in jaxpr.eqns:
+            yield from _heavy_equations(inner)
 
 
 def _is_matrix_product(eqn: Any) -> bool:

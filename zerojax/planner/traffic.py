@@ -148,16 +148,16 @@ class _LeafTraffic:
         first = part.axes[0]
         message = by_axis[first] // (self.sizes[first] - 1)
         passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
-        found = []
+        found, in_loop = [], layers * use.repeats > 1
         for phase in ("forward", "backward") if use.in_backward else ("forward",):
             for axis, received in by_axis.items():
                 last = axis == part.axes[-1]
                 if has_held and phase == "backward" and not last:
                     continue
                 # A secondary partition is made once, for all microbatches.
-                times = layers * (1 if has_held and not last else self.microbatches)
-                spent = passes * layers * self.microbatches if last else 0
-                found.append(self._move(phase, "all-gather", (axis,), name, layers > 1, received * times, times, spent))
+                times = layers * use.repeats * (1 if has_held and not last else self.microbatches)
+                spent = passes * layers * use.repeats * self.microbatches if last else 0
+                found.append(self._move(phase, "all-gather", (axis,), name, in_loop, received * times, times, spent))
         return found
 
     def _reductions(self, use: LeafUse, placement: Placement, times: int) -> list[Traffic]:
@@ -180,7 +180,7 @@ class _LeafTraffic:
                 # Written, sent, read again; the gradient is read before the first hop, the shard written at the end.
                 shard = 4 * math.prod(part.shard_shape)
                 passes = 2 * sent + (part.shard_bytes * part.num_shards if first_hop else shard)
-            count = layers * times
+            count = layers * times * use.repeats
             found.append(
                 self._move(phase, kind, axes, _wire_name(fmt, plain), count > 1, received * count, count,
                            passes * count)
