@@ -224,7 +224,7 @@ def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None
     del grads
 
     def state_at(step: int) -> zerojax.TrainState:
-        return zerojax.TrainState(np.asarray(step, np.int32), params, *carried)
+        return zerojax.TrainState(np.asarray(step, np.int32), params, *carried)  # type: ignore[arg-type]
 
     if setup.manager and (found := setup.manager.restore(like=state_at(0))) is not None:
         params, carried = found.state.params, (found.state.opt_state, found.state.feedback)

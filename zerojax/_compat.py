@@ -125,6 +125,17 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
+def is_eager(values: Sequence[Any]) -> bool:
+    """Whether a call on these values is made outside of every trace, and compilation is not turned off."""
+    if getattr(jax.config, "jax_disable_jit", False) or any(map(is_traced, values)):
+        return False
+    try:
+        from jax._src.core import trace_state_clean
+    except ImportError:  # the long way is always right
+        return False
+    return trace_state_clean()
+
+
 def is_prng_key(x: Any) -> bool:
     """Whether `x` is an array of typed PRNG keys (`jax.random.key`)."""
     dtype = getattr(x, "dtype", None)

@@ -17,7 +17,7 @@ import os, sys
 import jax
 RANK, COUNT, PORT = (int(os.environ[name]) for name in ("RANK", "COUNT", "PORT"))
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, RANK, heartbeat_timeout_seconds=20)
+jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, RANK, heartbeat_timeout_seconds=10)
 """
 
 

@@ -14,6 +14,7 @@ What is promised, and the test that holds it (tests/checkpoints/test_nothing_is_
 | damaged latest step | the manager takes the one before and says so | a_damaged_latest_step_falls_back |
 | killed at any step | the run goes on bit for bit from the last saved one | a_run_that_was_killed_anywhere |
 | stop (SIGTERM) | the step in hand is saved, then status 75 | a_job_that_is_told_to_stop_saves, hosts/ |
+| a process or node is lost | the others end within the heartbeat (30 s); fewer go on | hosts/test_lost_process.py |
 | processes differ in path, step or folder | one error on all | hosts/test_agreement.py |
 | newer checkpoint | one error that says so | a_checkpoint_of_a_newer_version |
 """

@@ -132,7 +132,7 @@ def read_leaves(
     _, tensorstore = orbax()
     found = paths.find(paths.checkpoint_path(checkpoint), None if step is None else paths.check_step(step))
     about = paths.read_about(found)
-    saved = {name: (dtype, tuple(shape)) for name, (dtype, shape) in about["leaves"].items()}
+    saved = {str(name): (str(dtype), tuple(shape)) for name, (dtype, shape) in about["leaves"].items()}
     prefix = "params." if about["kind"] == "TrainState" else ""
     chosen = [name for name in saved if name.startswith(prefix)]
     if masters and not any(name.startswith(_MASTERS) for name in saved):
@@ -150,7 +150,8 @@ def read_leaves(
             raise paths.DamagedCheckpoint(f"{found} is damaged: the array {name}: {str(error)[:200]}") from None
         if tuple(arrays[name].shape) != saved[name][1]:
             raise paths.DamagedCheckpoint(f"{found} is damaged: the array {name} has another shape than was saved")
-    leaves = [Leaf(names.get(own[n], own[n]), *saved[n], arrays.get(n), arrays.get(wide.get(n, ""))) for n in chosen]
+    called = {name: str(names.get(own[name], own[name])) for name in chosen}
+    leaves = [Leaf(called[n], *saved[n], arrays.get(n), arrays.get(wide.get(n, ""))) for n in chosen]
     if len({leaf.name for leaf in leaves}) < len(leaves):
         raise ValueError("export: names gives two leaves the same name")
     return leaves
@@ -186,7 +187,7 @@ def _write_npy(archive: zipfile.ZipFile, leaf: Leaf) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="zerojax export", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="zerojax export", description="Parameters for other systems.")
     parser.add_argument("checkpoint", help="folder of a checkpoint, or of several by step: then the latest")
     parser.add_argument("out", help="OUT.safetensors or OUT.npz")
     parser.add_argument("--step", type=int, help="this step instead of the latest")

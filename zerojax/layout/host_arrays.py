@@ -57,7 +57,8 @@ def place_whole(x: Any, sharding: NamedSharding | None) -> jax.Array:
 def place_slices(source: np.ndarray, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
     """An array of which every device reads its slice of a source (a mapped file) alone; longer is filled with zeros."""
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "a device of this process has a part"
         part = np.asarray(source[index]).astype(dtype)
         wanted = [len(range(n)[i]) for n, i in zip(shape, index, strict=True)]
         missing = [(0, n - m) for n, m in zip(wanted, part.shape, strict=True)]

@@ -218,11 +218,11 @@ class Layout:
         try:
             found = self.leaves_of(tree)
         except ValueError:
-            self.check(tree, stored=None, what="the tree")  # names the difference
+            self.check(tree, stored=None)  # names the difference
             raise
         has = [bool(jax.tree.leaves(x)) for x in found]
         shown = [x if some else p for x, p, some in zip(found, map(_logical, self.leaves), has, strict=True)]
-        self.check(self._unflatten(shown), stored=None, what="the tree")
+        self.check(self._unflatten(shown), stored=None)
         whole = iter(self._gather([x if some else None for x, some in zip(found, has, strict=True)]))
         return self._unflatten([next(whole) if some else x for x, some in zip(found, has, strict=True)])
 

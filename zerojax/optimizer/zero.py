@@ -121,6 +121,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         return state_placements(wrapped.init, layout)
 
     def init(params: Tree) -> ZeroState:
+        _check_outermost(params, layout)
         layout.check(params, stored=True)
         of_state = placements()
         leaves = jax.tree.leaves(params)
@@ -217,6 +218,20 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     return out
 
 
+def check_sharded(tx: Any, call: str) -> None:
+    """Refuses an optimizer that `zero` has not wrapped, or that has been wrapped again.
+
+    Raises:
+        ValueError: with the call that was meant.
+    """
+    if not isinstance(tx, ShardedTransformation):
+        raise ValueError(
+            f"{call}: the optimizer must be made by zerojax.zero(tx, layout), outermost: "
+            f"zero(optax.chain(...), layout), zero(optax.masked(tx, mask), layout), not the other way round; got "
+            f"{type(tx).__name__}"
+        )
+
+
 def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> ZeroState:
     """A `Placement` for each leaf of an optimizer's state, for readers: of a `zero(...)`, or of what it would wrap.
 
@@ -295,6 +310,19 @@ def like_params(grads: Tree, layout: Layout) -> Tree:
     full = [jax.ShapeDtypeStruct(p.shape, p.dtype) if not p.trainable else g
             for g, p in zip(leaves, layout.leaves, strict=True)]  # fmt: skip
     return layout.treedef.unflatten(full)
+
+
+def _check_outermost(params: Tree, layout: Layout) -> None:
+    """Refuses parameters that another transformation has changed (masked, flattened) before `zero` sees them."""
+    if jax.tree.structure(params) == layout.treedef:
+        return
+    try:
+        layout.check(params, stored=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. If zero(tx, layout) is inside another transformation (optax.masked, optax.partition, "
+            "optax.flatten), put it outermost: zero(optax.masked(tx, mask), layout)"
+        ) from None
 
 
 def check_same_optimizer(inner: Tree, of_state: Tree) -> None:

@@ -23,7 +23,7 @@ from zerojax.gradients.inputs import local_shapes
 from zerojax.hlo.program import MemoryFigures
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
-from zerojax.optimizer.zero import placements_of_state
+from zerojax.optimizer.zero import placements_of_state, zero
 from zerojax.planner.records import Memory, Replicated
 from zerojax.planner.traffic import secondary_bytes
 from zerojax.planner.workload import is_offloaded, without_sharding
@@ -189,7 +189,7 @@ def plan_memory(
 
 def _counter_bytes(layout: Layout) -> int:
     """Bytes of what a train state carries besides parameters, optimizer state and feedback: counters and flags."""
-    state = TrainState.create(layout.param_shapes(), optax.identity())
+    state = TrainState.create(layout.param_shapes(), zero(optax.identity(), layout))
     return sum(map(_shape_bytes, jax.tree.leaves(state._replace(params=None, opt_state=optax.EmptyState()))))  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.gradients.feedback import init_feedback
 from zerojax.layout.host_arrays import place_whole
 from zerojax.layout.layout import Layout
-from zerojax.optimizer.zero import ZeroState
+from zerojax.optimizer.zero import ZeroState, check_sharded
 from zerojax.training.loss_scaling import DynamicScale, LossScaleState, init_loss_scale, loss_scale_rule
 from zerojax.training.nonfinite import NonFinite, init_nonfinite, raise_if_stopped
 
@@ -71,6 +71,14 @@ class TrainState(NamedTuple):
         >>> int(zerojax.TrainState.create(layout.shard({"w": jnp.ones((8, 2))}), tx).step)
         0
         """
+        check_sharded(tx, "TrainState.create(params, tx)")
+        opt_state = tx.init(params)  # refuses what is not in stored form
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not in stored form: pass "
+                    "layout.shard(params)"
+                )
         leaves = jax.tree.leaves(params)
         # On the mesh from the start: a step counter of one device would have the step compiled a second time.
         meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
@@ -91,7 +99,7 @@ class TrainState(NamedTuple):
             feedback = init_feedback(layout, abstract=abstract)
         # Copies: a replica would share its buffer with the caller's array, and donating one deletes the other.
         carried = jax.tree.map(lambda x: place(x if abstract else jnp.array(x)), model_state)
-        return cls(step, params, tx.init(params), feedback, scale, skipped, nonfinite, carried)  # type: ignore[arg-type]
+        return cls(step, params, opt_state, feedback, scale, skipped, nonfinite, carried)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raises what the next calls of a step would; waits for the state. For after the last step.

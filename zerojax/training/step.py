@@ -6,8 +6,9 @@ donation, so that parameters and state are updated in place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from zerojax.gradients.outputs import wide_dtype
 from zerojax.gradients.transform import gradient_function
 from zerojax.layout.host_arrays import is_of_several_processes
 from zerojax.layout.layout import Layout
+from zerojax.optimizer.zero import check_sharded
 from zerojax.training.compiler_options import compiler_options
 from zerojax.training.first_step import AgreeingStep
 from zerojax.training.loss_scaling import DynamicScale, is_at_floor, loss_scale_rule, next_loss_scale
@@ -67,8 +69,9 @@ def make_train_step(
             so too, does the same in all steps after it, and raises `NonFiniteError` two calls later (the host is not
             made to wait for the step that it has just started) or in `TrainState.check()`; the state in hand is then
             that before the step that failed. With loss scaling, "raise" stops only at an overflow that would lower a
-            scale at its floor. None: "ignore", or "raise" with loss scaling, so that training never stands still
-            unnoticed.
+            scale at its floor. Inside a `jax.jit` or scan of your own nothing can be raised: there such a step is
+            skipped, training goes on, a notice says so when it is traced, and `TrainState.check()` raises. None:
+            "ignore", or "raise" with loss scaling, so that training never stands still unnoticed.
         donate: give the old state's buffers to the new one. The old state cannot be used afterwards.
 
     Returns:
@@ -92,6 +95,7 @@ def make_train_step(
     >>> int(state.step), float(metrics["loss"])
     (1, 8.0)
     """
+    check_sharded(tx, "make_train_step(loss_fn, tx, layout)")
     rule = loss_scale_rule(loss_scale)
     if on_nonfinite not in (None, "ignore", "skip", "raise"):
         raise ValueError(f"make_train_step(on_nonfinite={on_nonfinite!r}): use 'ignore', 'skip' or 'raise'")
@@ -106,9 +110,11 @@ def make_train_step(
         loss_fn, layout, has_aux=has_aux, weighted=weighted, mutable=mutable, microbatches=microbatches,
         accumulation=accumulation, per_example=per_example,
     )  # fmt: skip
-    policy: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
+    asked: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
 
-    def step(state: TrainState, batch: Tree, *rest: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(
+        policy: OnNonFinite | Literal["mark"], state: TrainState, batch: Tree, *rest: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state, rule, mutable, policy)
         scale = state.loss_scale
         out = grad_fn(
@@ -159,12 +165,15 @@ def make_train_step(
         return done, metrics
 
     donated = (0,) if donate else ()
-    compiled = jax.jit(step, donate_argnums=donated)
+    of_call = functools.partial(step, asked)
+    compiled = jax.jit(of_call, donate_argnums=donated)
     if options := compiler_options(layout):
-        compiled = _OuterStep(jax.jit(step, donate_argnums=donated, compiler_options=dict(options)), compiled)
+        compiled = _OuterStep(jax.jit(of_call, donate_argnums=donated, compiler_options=dict(options)), compiled)
     if is_of_several_processes(layout.mesh):
         compiled = AgreeingStep(compiled, layout)
-    return StoppingStep(compiled) if policy == "raise" else compiled
+    if asked != "raise":
+        return compiled
+    return StoppingStep(compiled, jax.jit(functools.partial(step, "mark"), donate_argnums=donated))
 
 
 class _OuterStep:
@@ -182,13 +191,13 @@ class _OuterStep:
         return getattr(self._outer, name)
 
 
-def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, policy: OnNonFinite) -> None:
+def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, policy: str) -> None:
     if (state.loss_scale is None) != (rule is None):
         raise ValueError(
             "make_train_step(loss_scale=...) and TrainState.create(..., loss_scale=...) must be given the same rule, "
             "or neither any"
         )
-    if policy == "raise" and state.nonfinite is None:
+    if policy in ("raise", "mark") and state.nonfinite is None:
         raise ValueError(
             "make_train_step(on_nonfinite='raise') marks in TrainState.nonfinite that training has stopped, which is "
             "None in this state; make the state with TrainState.create(...)"
