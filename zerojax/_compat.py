@@ -61,12 +61,10 @@ def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None =
     """
     bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     if isinstance(bound, tuple):  # releases before 0.10 return (subfuns, params)
-        subfuns, params = bound
+        subfuns, bound = bound
         args = [*subfuns, *args]
-    else:
-        params = bound
     with name_stack_of(eqn), eqn.ctx.manager:
-        out = eqn.primitive.bind(*args, **params)
+        out = eqn.primitive.bind(*args, **bound)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -125,6 +123,17 @@ def acts_on_the_world(eqn: Any) -> bool:
 def is_traced(x: Any) -> bool:
     """Whether `x` stands for a value that is not known while the program is traced."""
     return isinstance(x, Tracer)
+
+
+def is_eager(values: Sequence[Any]) -> bool:
+    """Whether a call on these values is made outside of every trace, and compilation is not turned off."""
+    if getattr(jax.config, "jax_disable_jit", False) or any(map(is_traced, values)):
+        return False
+    try:
+        from jax._src.core import trace_state_clean
+    except ImportError:  # the long way is always right
+        return False
+    return trace_state_clean()
 
 
 def is_prng_key(x: Any) -> bool:

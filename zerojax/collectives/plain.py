@@ -150,6 +150,7 @@ def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[st
         return shard
 
     def move(x: jax.Array) -> jax.Array:
+        assert placement.dim is not None
         for axis in placement.axes:
             x = lax.all_gather(x, axis, axis=placement.dim, tiled=True)
         return x

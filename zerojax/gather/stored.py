@@ -283,8 +283,8 @@ def _instantiated(cotangent: Any) -> Any:
     """A cotangent as an array, also where it is known to be zero."""
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
-    zeros = np.zeros if cotangent.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(cotangent.shape, cotangent.dtype)
+    aval: Any = cotangent.aval
+    return (np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros)(aval.shape, aval.dtype)
 
 
 def _grad_accumulator(

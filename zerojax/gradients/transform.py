@@ -18,6 +18,7 @@ from zerojax import _compat
 from zerojax.collectives.select import has_secondary
 from zerojax.gradients import inputs as batches
 from zerojax.gradients.backward import forward
+from zerojax.gradients.eager import CompiledOnce
 from zerojax.gradients.feedback import check_feedback, feedback_specs
 from zerojax.gradients.local import (
     Accumulation,
@@ -149,7 +150,7 @@ def gradient_function(
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
-    policy = accumulation_for(layout.stage, accumulation)
+    policy, compiled_once = accumulation_for(layout.stage, accumulation), CompiledOnce()
 
     def run(
         params: Tree,
@@ -197,7 +198,7 @@ def gradient_function(
         out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, lost_specs, everywhere)  # type: ignore[arg-type]
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
-        out = run_locally(params, batch, rest, lost, _whole(loss_scale, layout))
+        out = compiled_once(run_locally, params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
             grads=leaving(layout.treedef.unflatten(out.grads), layout),
             feedback=layout.treedef.unflatten(out.feedback) if carries else None,
@@ -232,6 +233,8 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
     (16,)
     """
 
+    compiled_once = CompiledOnce()
+
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
         params = entering(params, layout)
         batches.check_rest(rest)
@@ -248,7 +251,8 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
             return batches.average_outputs(out, out_specs, layout)
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
-        return _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs)(
+        return compiled_once(
+            _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs),
             batches.not_differentiated(params, _APPLY_IS_FORWARD),
             batches.on_mesh(batch, batch_specs, layout),
             batches.on_mesh(rest, rest_specs, layout),
