@@ -8,6 +8,27 @@ compared is the mean over seeds of the relative difference of the validation los
 one run moves by about a percent from rounding alone, so a single run proves nothing. Each finished run is appended to
 runs.jsonl in the output folder, and is not repeated when the study is started again. Evaluation is under the variant's
 own layout, weights as they travel.
+
+Differences after 300 steps, with JAX 0.12.0.1 on 2026-11-29:
+
+| variant | seeds | difference |
+|---|---|---|
+| **ZeRO++ default** | 5 | -0.05 % ± 0.13 % |
+| secondary partition alone | 5 | 0, to the last bit |
+| weights int8 alone | 5 | -0.12 % ± 0.15 % |
+| weights int4, blocks of 64, rotated by 32 | 5 | -0.12 % ± 0.19 % |
+| weights int4, blocks of 64 | 5 | +0.37 % ± 0.29 % |
+| gradients int8 inside, int4 between (default) alone | 5 | +0.04 % ± 0.17 % |
+| the same with stochastic rounding (2026-11-30) | 5 | -0.12 % ± 0.22 % |
+| the same with error feedback | 5 | +0.00 % ± 0.11 % |
+| gradients int8 inside, int4 in blocks of 128 | 5 | -0.04 % ± 0.19 % |
+| gradients int8 inside, e2m1 in blocks of 32 between | 4 | -0.24 % ± 0.13 % |
+| gradients int4 in both hops, blocks of 32 | 5 | -0.09 % ± 0.10 % |
+| original scheme | 5 | -0.04 % ± 0.18 % |
+
+The default is within 0.5 % by more than three standard errors. No variant differs from another beyond this noise at
+this size: what tells the formats apart is the table in gradient_error.py. In it error feedback and stochastic rounding
+do not pay in the single step that Adam squares, which is why both are off by default.
 """
 
 import argparse

@@ -8,6 +8,35 @@ that travel in every format, and compares with those of plain stage 3. Relative 
 raw, and after Adam's preconditioner 1 / (sqrt(v) + eps), which is what an Adam user feels. Both for the gradient of one
 step (a mean over several batches) and for the sum over these batches, since what error feedback takes from one step it
 gives back in the next.
+
+Measured with JAX 0.12.0.1 on 2026-11-29. Weights are float32, so a plain gather has 32 bits:
+
+| technique | bits on the wire (between nodes) | one step: raw | preconditioned | eight: raw | preconditioned |
+|---|---|---|---|---|---|
+| hpZ: secondary partition | 32 | 0 | 0 | 0 | 0 |
+| **qwZ: weights int8, blocks of 256** (default) | 8.06 | 0.012 | 0.016 | 0.013 | 0.017 |
+| qwZ: weights int4, blocks of 64, rotated by 32 | 4.25 | 0.247 | 0.331 | 0.277 | 0.388 |
+| qwZ: weights int4, blocks of 64 | 4.25 | 0.203 | 0.265 | 0.233 | 0.292 |
+| original scheme: symmetric 2^b/2, shape-sized blocks, int4 both hops | 4.25 | 0.138 | 0.207 | 0.078 | 0.118 |
+| int8 inside; int8, blocks of 128 | 8.12 | 0.009 | 0.015 | 0.005 | 0.008 |
+| int8 inside; int4, blocks of 128 | 4.12 | 0.114 | 0.190 | 0.060 | 0.108 |
+| int8 inside; int4, blocks of 128, rotated by 32 | 4.12 | 0.107 | 0.168 | 0.056 | 0.093 |
+| int8 inside; int4, blocks of 32 | 4.50 | 0.093 | 0.137 | 0.049 | 0.077 |
+| int8 inside; int4, blocks of 64, e4m3 scales | 4.14 | 0.107 | 0.165 | 0.057 | 0.094 |
+| **int8 inside; int4, blocks of 32, e4m3 scales** (default) | 4.27 | 0.097 | 0.143 | 0.052 | 0.081 |
+| int8 inside; int4, blocks of 32, e4m3 scales, rotated by 32 | 4.27 | 0.097 | 0.130 | 0.051 | 0.072 |
+| int8 inside; int4, blocks of 16, e4m3 scales | 4.52 | 0.086 | 0.121 | 0.046 | 0.068 |
+| int8 inside; e2m1, blocks of 32, e4m3 scales | 4.27 | 0.099 | 0.116 | 0.052 | 0.064 |
+| int8 inside; e2m1, blocks of 16, e4m3 scales | 4.52 | 0.094 | 0.107 | 0.049 | 0.060 |
+| int8 inside; int4, blocks of 32, e4m3 scales, stochastic | 4.27 | 0.138 | 0.205 | 0.072 | 0.114 |
+| int8 inside; int4, blocks of 32, e4m3 scales, error feedback | 4.27 | 0.134 | 0.197 | 0.018 | 0.030 |
+| int8 inside; int4, blocks of 128, error feedback | 4.12 | 0.159 | 0.261 | 0.021 | 0.041 |
+| int4, blocks of 32, e4m3 scales, inside; int8 between | 8.12 | 0.091 | 0.134 | 0.047 | 0.076 |
+| int4, blocks of 32, e4m3 scales, both hops | 4.27 | 0.133 | 0.195 | 0.071 | 0.110 |
+
+A secondary partition moves the same values by another route: not one bit differs. Rotation helps these gradients a
+little and these weights not at all. Error feedback makes each step worse and the sum over steps three times better.
+Stochastic rounding costs two fifths more in both.
 """
 
 import argparse
@@ -101,8 +130,7 @@ def bits_per_element(fmt: Any) -> float:
     """
     if fmt is None:
         return 8.0 * jnp.dtype(CONFIG.dtype).itemsize
-    wide = fmt.scale_dtype == "bfloat16"
-    return fmt.bits + (16 if wide else 8) / fmt.block_size + (0.0 if wide else 16 / 1024)
+    return fmt.bits_per_element
 
 
 def reduced_as_original(params: Any, grads: list[Any]) -> list[Any]:

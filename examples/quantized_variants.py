@@ -2,7 +2,7 @@
 
 A variant is the set of options of `zerojax.ZeroConfig` that make it. The scheme of the original ZeRO++ implementation
 cannot be written as one (its scale is 2**(bits - 1) levels for the largest magnitude, which the largest positive
-element then exceeds; its blocks follow from a matrix's shape), so its arithmetic is emulated here on whole gradients.
+element then exceeds; its blocks follow from a matrix's shape), so its arithmetic is emulated here on full gradients.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def original_value_and_grad(loss_fn: Callable[..., Any], layout: zerojax.Layout) -> Callable[..., tuple[Any, Any]]:
-    """Value and gradient on whole parameters (a stage 0 layout), reduced by the original scheme's arithmetic."""
+    """Value and gradient on full parameters (a stage 0 layout), reduced by the original scheme's arithmetic."""
 
     def local(params: Any, batch: Any) -> tuple[Any, Any]:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)

@@ -8,12 +8,11 @@ stage without them, and the bytes sent between nodes are reported for both. One 
 percent from rounding alone; convergence_study.py takes the mean over seeds.
 
 Without accelerators it simulates 2 nodes x 4 devices on the CPU. On GPUs it uses what is there, and under Slurm, Open
-MPI or a Kubernetes job it joins the other processes (or with --distributed).
+MPI or a Kubernetes job it joins the other processes (or with --coordinator): see launch/.
 """
 
 import argparse
 import functools
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,6 @@ from stdlib_text import Text, read_stdlib, sample_batch
 
 import zerojax
 from zerojax.gather.uses import leaf_uses
-from zerojax.planner.traffic import predict_traffic
 
 # What is stored, and what the matrix products run in.
 PRECISIONS = {
@@ -38,7 +36,6 @@ PRECISIONS = {
     "bfloat16": (jnp.bfloat16, jnp.bfloat16),  # with float32 master weights in the optimizer state
     "float32": (jnp.float32, jnp.float32),
 }
-LAUNCHERS = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
 def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
@@ -64,7 +61,11 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
     add("--remat", action="store_true", help="recompute each block's activations in the backward pass")
     add("--seed", type=int, default=0)
     add("--skip-plain", action="store_true", help="do not train on one device (the model may not fit)")
-    add("--distributed", action="store_true", help="call jax.distributed.initialize() even where no launcher is seen")
+    add("--coordinator", help="HOST:PORT of process 0, where no launcher tells; with the next two")
+    add("--num-processes", type=int)
+    add("--process-id", type=int)
+    add("--checkpoint", help="folder to save the sharded run in, and to resume it from if it holds steps")
+    add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints; the last three are kept")
     add("--out", type=Path, default=Path("out"), help="folder of the picture and the numbers")
     flags = parser.parse_args(args)
     if len(flags.quantize_gradients or ()) > 2:
@@ -78,10 +79,8 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
 
 def start_jax(flags: argparse.Namespace) -> None:
     """Join the job's other processes; without accelerators, simulate the mesh's devices on the CPU."""
-    distributed = flags.distributed or any(name in os.environ for name in LAUNCHERS)
+    distributed = zerojax.distributed(flags.coordinator, flags.num_processes, flags.process_id)
     zerojax.simulate_devices((1 if distributed else flags.nodes or 2) * (flags.devices_per_node or 4))
-    if distributed:
-        jax.distributed.initialize()
     if jax.default_backend() == "cpu" and not distributed:
         flags.nodes, flags.devices_per_node = flags.nodes or 2, flags.devices_per_node or 4
 
@@ -110,6 +109,7 @@ class Setup(NamedTuple):
     put: Callable[[np.ndarray], jax.Array]  # a host's batch to the devices
     feedback: Any = None  # of quantised gradients; then grad_fn takes it as feedback= and returns the next one
     node_bytes: int = 0  # predicted bytes into each node per step
+    manager: zerojax.CheckpointManager | None = None  # of the run's steps on disk
 
 
 def set_up_plain(config: GPTConfig, tx: optax.GradientTransformation, key: jax.Array) -> Setup:
@@ -136,6 +136,7 @@ def set_up_zero(
     key: jax.Array,
     mesh: jax.sharding.Mesh,
     stage: Any,
+    checkpoint: tuple[str | None, int] = (None, 1),
     **techniques: Any,
 ) -> Setup:
     """The same with zerojax: parameters are born sharded and gathered one layer at a time."""
@@ -147,6 +148,7 @@ def set_up_zero(
         print(layout.describe())
     params, tx = layout.init(init, key), zerojax.zero(tx, layout)
     batch_sharding = NamedSharding(mesh, PartitionSpec(layout.config.axes))
+    folder, every = checkpoint
     return Setup(
         name=f"ZeRO{'++' if techniques else ''} stage {stage}, {mesh.devices.size} devices",
         params=params,
@@ -157,6 +159,7 @@ def set_up_zero(
         put=lambda batch: jax.make_array_from_callback(batch.shape, batch_sharding, lambda index: batch[index]),
         feedback=zerojax.init_feedback(layout) if layout.config.error_feedback else None,
         node_bytes=bytes_into_node(loss_fn, layout, config.sequence),
+        manager=zerojax.CheckpointManager(folder, layout, tx, keep=3, every=every) if folder else None,
     )
 
 
@@ -164,7 +167,7 @@ def bytes_into_node(loss_fn: Callable[..., Any], layout: zerojax.Layout, sequenc
     """What one step sends into each node, predicted from the placements and from how the loss uses each leaf."""
     example = jax.ShapeDtypeStruct((1, sequence + 1), jnp.uint8)
     jaxpr = jax.make_jaxpr(loss_fn)(layout.logical_shapes(), example)
-    moves = predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves)))
+    moves = zerojax.predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves)))
     return sum(move.node_bytes for move in moves)
 
 
@@ -219,17 +222,32 @@ def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None
         },
     )
     del grads
+
+    def state_at(step: int) -> zerojax.TrainState:
+        return zerojax.TrainState(np.asarray(step, np.int32), params, *carried)  # type: ignore[arg-type]
+
+    if setup.manager and (found := setup.manager.restore(like=state_at(0))) is not None:
+        params, carried = found.state.params, (found.state.opt_state, found.state.feedback)
+        rng, run.losses = found.data["rng"], found.data["losses"]
     with make_progress(enabled=jax.process_index() == 0) as progress:
-        task = progress.add_task(setup.name, total=flags.steps, loss="")
-        for step in range(flags.steps):
+        first_step = len(run.losses)
+        task = progress.add_task(setup.name, total=flags.steps, completed=first_step, loss="")
+        start = time.perf_counter()
+        for step in range(first_step, flags.steps):
             batch = setup.put(sample_batch(text.train, rng, flags.batch, flags.seq))
             params, carried, loss = train_step(params, carried, batch, *keys[step])
             run.losses.append(float(loss))
-            if step == 0:
+            if setup.manager:
+                setup.manager.save(step + 1, state_at(step + 1), data={"rng": rng, "losses": run.losses})
+                if setup.manager.stopping:  # the job was told to end: the scheduler starts it again
+                    raise SystemExit(setup.manager.exit_status)
+            if step == first_step:
                 start = time.perf_counter()  # the first step compiles
             beside = f" ({other.name.split(',')[0]} {other.losses[step]:.4f})" if other else ""
             progress.update(task, advance=1, loss=f"loss {run.losses[-1]:.4f}{beside}")
-        run.seconds_per_step = (time.perf_counter() - start) / max(flags.steps - 1, 1)
+        run.seconds_per_step = (time.perf_counter() - start) / max(flags.steps - first_step - 1, 1)
+    if setup.manager:
+        setup.manager.close()
     run.validation_loss = float(np.mean([float(setup.evaluate(params, batch)) for batch in held_out]))
     return run
 
@@ -272,7 +290,8 @@ def main(args: list[str] | None = None) -> None:
     make_plain = functools.partial(set_up_zero, mesh=mesh, stage=flags.stage) if techniques else set_up_plain
     plain_setup = None if flags.skip_plain else make_plain(config, tx, key)
     plain = plain_setup and train(plain_setup, text, flags)
-    setup = set_up_zero(config, tx, key, mesh, flags.stage, **techniques)
+    checkpoint = flags.checkpoint, flags.checkpoint_every
+    setup = set_up_zero(config, tx, key, mesh, flags.stage, checkpoint, **techniques)
     zero = train(setup, text, flags, other=plain)
     if jax.process_index() == 0:
         print_losses(zero, plain)

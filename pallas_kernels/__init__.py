@@ -1,8 +1,8 @@
 """Block quantisation for communication: one meaning, several backends.
 
-    q = quantize_slices(grad, dim=0, num_slices=8, bits=8, block_size=128)     # lead (8,), destination order
-    message = lax.all_to_all(pack_bytes(q), "local", 0, 0, tiled=True)         # one uint8 message a destination
-    mean = dequantize_sum(unpack_bytes(message, q), mean=True)
+    q = quantize_slices(grad, QuantFormat(8, 128), dim=0, num_slices=8)     # lead (8,), destination order
+    messages = [lax.all_to_all(m, "local", 0, 0, tiled=True) for m in to_messages(q)]
+    mean = dequantize_sum(unpack_bytes(tuple(messages), q), mean=True)
 
 `reference` is the meaning of every op, in plain jnp. The kernels are built for the ZeRO++ collectives (arXiv
 2306.10209) and equal it bit for bit; `backend` chooses when a program is lowered. What is shown where, and how:
@@ -13,49 +13,71 @@
 | "mosaic_gpu" | interpreted (JAX 0.11 on): equal bits | PTX executed on a CPU: equal bits | compiled | compiled |
 | speed | - | counted (H100) and modelled | modelled only | modelled only |
 
-No kernel has run on a GPU yet: by default XLA runs every op, and `prefer_kernels()` asks for the kernels.
+No kernel has run on a GPU yet. The first use of a variant on one checks it: the kernel runs where it has the
+reference's bits and is not slower (`choice`). `prefer_kernels`, `kernel_policy` and PALLAS_KERNELS force or forbid it.
 Bits are equal on one device. A CPU takes subnormal numbers for zero, a GPU does not: below 2**-126 their signs differ.
-"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.1x the ideal, and fewer
-issue slots than memory time on an H100, but for rotations with stochastic rounding or to e2m1 and for sums from e2m1 to
-e2m1; ``python -m pallas_kernels.survey`` counts every variant. Modelled on an H100 for a leaf of 8192 x 8192 in
+"Counted" is from the machine code (`sass`): no spills, 16-byte loads, bytes moved at most 1.01x the ideal, and at least
+28 KiB of reads in flight in each multiprocessor. Modelled on an H100 for a leaf of 8192 x 8192 in
 bfloat16 and 8 contributions (``python -m pallas_kernels.bench``; bytes over ideal, launches of the compiled program):
 
-| op | XLA | kernel | preferred |
-|---|---|---|---|
-| quantize int8 / int4 with e4m3 scales | 1.7x, 3 / 2.1x, 5 launches | 1.00x, 1 launch | kernel |
-| quantize int4, rotated | 7.4x, 4 launches | 1.00x, 1 launch | kernel |
-| quantize_slices int4, stochastic, residual | 2.1x, 6 launches | 1.00x, 1 launch | kernel |
-| dequantize | 1.00x, 1 launch | none | XLA |
-| dequantize int4, rotated | 4.2x, 2 launches | 1.00x, 1 launch | kernel |
-| dequantize_sum int8 / int4 with e4m3 scales | 1.04x / 1.24x, 2 launches | 1.00x, 1 launch | kernel |
-| dequantize_sum_quantize | 2.1x to 2.8x, 4 to 6 launches | 1.00x, 1 launch | kernel |
+| op | XLA | kernel |
+|---|---|---|
+| quantize int8 / int4 with e4m3 scales | 1.71x, 3 / 2.08x, 5 launches | 1.00x, 1 launch |
+| quantize int4, rotated by 32 | 7.43x, 4 launches | 1.00x, 1 launch |
+| quantize_slices int4 e4m3, stochastic, with residual | 2.13x, 6 launches | 1.00x, 1 launch |
+| dequantize int8 | 1.00x, 1 launch | none |
+| dequantize int4, rotated by 32 | 4.16x, 2 launches | 1.00x, 1 launch |
+| dequantize_sum int8 / int4 e4m3 | 1.04x / 1.24x, 2 launches | 1.00x, 1 launch |
+| dequantize_sum_quantize int8 to int4 / int4 to int4 | 2.03x, 5 / 1.91x, 3 launches | 1.00x, 1 launch |
+| quantize_slices int8, then the messages of an all-to-all | 1.72x, 3 launches | 1.01x, 2 launches |
+| received messages, then dequantize_sum_quantize int8 to int4 | 2.09x, 6 launches | 1.03x, 2 launches |
 
-`pack_bytes` and `unpack_bytes` add a copy of the payload each to a kernel, `pack_apart` of the scales alone; XLA fuses
-packing into its own program.
+The last two rows are what the gradient reduction does around an all-to-all of large leaves: payload and scales travel
+apart, and only the scales are copied (`to_messages`). Leaves of less than 64 MiB travel as one message, whoever writes
+it; XLA writes it in its own program, to a kernel it costs a copy of the payload on either side. On JAX 0.11 a preferred
+kernel costs a gather: the compiler does not merge two equal kernels, so that without a secondary partition a weight
+which activation checkpointing needs again travels three times instead of two.
+
+An H100 takes longer to issue the instructions than to move the bytes only where quantising rotates with stochastic
+rounding or to e2m1, and where 8 contributions of e2m1 are summed and quantised to e2m1 (up to 1.55x). All variants of
+quantising (``python -m pallas_kernels.survey``, H100, JAX 0.12.0.1, 2026-11-30):
+
+| formats | variants | registers a thread | issue over memory time |
+|---|---|---|---|
+| not rotated, blocks up to 1024 | 336 | up to 64 in 316, 80 | up to 0.95 |
+| not rotated, blocks of 2048 | 24 | up to 118 | up to 0.81 |
+| rotated, blocks up to 1024 | 528 | up to 83, with residual 124 | up to 1.16, e2m1 1.34 |
+| rotated, blocks of 2048 | 48 | up to 210 | up to 1.14, e2m1 1.32 |
+
 XLA alone does: leaves whose contiguous run per slice is no multiple of the block (of the tile of 1024 with e4m3
 scales) or is a single one, sums of padded slices, and sums requantised in larger blocks than they came in, int4 in
 smaller ones, blocks of 2048 with e4m3 scales.
 """
 
-from pallas_kernels.array import BlockFormat, QuantizedArray
-from pallas_kernels.backend import kernels_preferred, prefer_kernels
-from pallas_kernels.message import pack_apart, pack_bytes, unpack_bytes
+from pallas_kernels.array import QuantFormat, QuantizedArray
+from pallas_kernels.choice import KernelNotice, Verdict, kernel_policy, prefer_kernels, verdict, verdicts
+from pallas_kernels.message import pack_apart, pack_bytes, to_messages, unpack_bytes
 from pallas_kernels.ops import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
 
 __all__ = [
-    "BlockFormat",
+    "KernelNotice",
+    "QuantFormat",
     "QuantizedArray",
+    "Verdict",
     "dequantize",
     "dequantize_sum",
     "dequantize_sum_quantize",
     "from_slices",
-    "kernels_preferred",
+    "kernel_policy",
     "pack_apart",
     "pack_bytes",
     "prefer_kernels",
     "quantize",
     "quantize_slices",
+    "to_messages",
     "to_slices",
     "unpack_bytes",
+    "verdict",
+    "verdicts",
 ]

@@ -11,6 +11,8 @@ import jax
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:2])
 MOSAIC_INTERPRETS = VERSION >= (0, 11)
 MOSAIC_ON_AMPERE = VERSION >= (0, 11)
+# The pass that runs the assembler is registered once, with the compute capability of the first kernel.
+ONE_ASSEMBLER_A_PROCESS = VERSION >= (0, 11)
 
 _assumed: list[tuple[int, int]] = []
 
@@ -32,6 +34,37 @@ def assume_compute_capability(major: int, minor: int = 0) -> Iterator[None]:
     finally:
         _assumed.pop()
         owner._infer_arch = original
+
+
+def is_assumed() -> bool:
+    """Whether kernels are compiled for a GPU that is only assumed."""
+    return bool(_assumed)
+
+
+def from_first_process(key: str, make: Callable[[], str]) -> str:
+    """A text that the first process of a job makes and the others take from it, without a device being asked.
+
+    All processes trace the same programs and so ask for the same keys, each once.
+
+    Raises:
+        RuntimeError: the first process has not answered within ten minutes.
+    """
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None or jax.process_count() == 1:
+        return make()
+    if jax.process_index() == 0:
+        made = make()
+        client.key_value_set(key, made)
+        return made
+    try:
+        return client.blocking_key_value_get(key, 600_000)
+    except Exception as error:
+        raise RuntimeError(
+            f"the first process has not said within ten minutes whether it takes {key}: do all processes run the same "
+            "program? PALLAS_KERNELS=never (or always) on all of them asks nobody"
+        ) from error
 
 
 def target_device() -> tuple[str | None, tuple[int, int] | None]:

@@ -19,70 +19,75 @@ import numpy as np
 TILE = 1024
 """Elements under one bfloat16 scale when the block scales are float8_e4m3fn."""
 
-BITS = (4, 8)
 LEVELS = ("integer", "e2m1")
 SCALE_DTYPES = ("bfloat16", "float8_e4m3fn")
 ROTATIONS = (32, 64)
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 MIN_BLOCK, MAX_BLOCK = 16, 2048
 
-Levels = Literal["integer", "e2m1"]
 Rounding = Literal["nearest", "stochastic"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockFormat:
-    """How one element is stored: bits, block, scale, level set and rotation. Validates itself.
+@dataclasses.dataclass(frozen=True)
+class QuantFormat:
+    """How one element is stored and travels: bits, elements per scale, dtype of the scale, levels, rotation.
 
     Attributes:
         bits: 8 (one int8 an element) or 4 (two in one uint8, split by the halves of a block).
-        block_size: elements under one scale, a power of two in 16..2048.
-        scale_dtype: ``bfloat16``, or ``float8_e4m3fn`` under one bfloat16 scale per tile of 1024 elements.
-        levels: ``"integer"`` (-7..7 or -127..127) or, for 4 bits, ``"e2m1"`` (0, .5, 1, 1.5, 2, 3, 4, 6 and negatives).
-        rotate: width of the Hadamard rotation applied inside each block before quantising, or None.
+        block_size: elements that share a scale, a power of two from 16 to 2048.
+        scale_dtype: "bfloat16", or "float8_e4m3fn" under one bfloat16 scale per tile of 1024 elements.
+        levels: "integer" (-7..7 or -127..127) or, with 4 bits, "e2m1" (0, .5, 1, 1.5, 2, 3, 4, 6 and negatives).
+        rotate: width of a Hadamard rotation inside each block before quantising (32 or 64), or None.
 
     Raises:
-        ValueError: a field is outside its choices; the message names the value and the choices.
+        ValueError: fields are outside their choices; the message names each.
 
-    >>> BlockFormat(bits=4, block_size=32, scale_dtype="float8_e4m3fn").bits_per_element
+    >>> QuantFormat(4, 32, "float8_e4m3fn")
+    QuantFormat(bits=4, block_size=32, scale_dtype='float8_e4m3fn', levels='integer', rotate=None)
+    >>> QuantFormat(4, 32, "float8_e4m3fn").bits_per_element
     4.265625
     """
 
     bits: int = 8
     block_size: int = 128
     scale_dtype: Any = "bfloat16"
-    levels: Levels = "integer"
+    levels: str = "integer"
     rotate: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS or isinstance(self.bits, bool):
-            raise ValueError(f"bits must be one of {BITS}, got {self.bits!r}")
-        size = self.block_size
-        if not isinstance(size, (int, np.integer)) or not MIN_BLOCK <= size <= MAX_BLOCK or size & (size - 1):
-            raise ValueError(f"block_size must be a power of two in {MIN_BLOCK}..{MAX_BLOCK}, got {size!r}")
-        try:
-            name = np.dtype(self.scale_dtype).name
-        except TypeError:
-            name = repr(self.scale_dtype)
-        if name not in SCALE_DTYPES:
-            raise ValueError(f"scale_dtype must be one of {SCALE_DTYPES}, got {name}")
-        if self.levels not in LEVELS:
-            raise ValueError(f"levels must be one of {LEVELS}, got {self.levels!r}")
-        if self.levels == "e2m1" and self.bits != 4:
-            raise ValueError(f"levels='e2m1' needs bits=4, got bits={self.bits}; use levels='integer' for 8 bits")
-        if name == "float8_e4m3fn" and size > TILE:
-            raise ValueError(
-                f"scale_dtype=float8_e4m3fn needs block_size <= {TILE} (one tile), got {size}; use bfloat16 scales"
-            )
-        if self.rotate is not None and self.rotate not in ROTATIONS:
-            raise ValueError(f"rotate must be None or one of {ROTATIONS}, got {self.rotate!r}")
-        if self.rotate is not None and size % self.rotate:
-            raise ValueError(
-                f"rotate={self.rotate} does not divide block_size={size}; "
-                f"choose a block of at least {self.rotate} or a narrower rotation"
-            )
+        size, scale = self.block_size, _dtype_name(self.scale_dtype)
+        is_size = isinstance(size, (int, np.integer)) and MIN_BLOCK <= size <= MAX_BLOCK and not size & (size - 1)
+        faults = {
+            "bits must be 8 or 4": self.bits not in (8, 4) or isinstance(self.bits, bool),
+            f"block_size must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}": not is_size,
+            "scale_dtype must be 'bfloat16' or 'float8_e4m3fn'": scale not in SCALE_DTYPES,
+            f"float8_e4m3fn scales need a block_size of at most {TILE}": (
+                is_size and scale == "float8_e4m3fn" and size > TILE
+            ),
+            "levels must be 'integer', or 'e2m1' with 4 bits": (
+                self.levels not in LEVELS or (self.levels == "e2m1" and self.bits != 4)
+            ),
+            "rotate must be None, 32 or 64, and divide block_size": self.rotate is not None
+            and (self.rotate not in ROTATIONS or not is_size or size % self.rotate != 0),
+        }
+        if found := [text for text, fault in faults.items() if fault]:
+            raise ValueError(f"{self!r}: {'; '.join(found)}")
         object.__setattr__(self, "block_size", int(size))
-        object.__setattr__(self, "scale_dtype", name)
+        object.__setattr__(self, "scale_dtype", scale)
+
+    @property
+    def element(self) -> str:
+        """The dtype of a level: "int8", "int4" or "e2m1"."""
+        return self.levels if self.levels == "e2m1" else f"int{self.bits}"
+
+    def __str__(self) -> str:
+        """The format in one word, as tables and messages name it.
+
+        >>> print(QuantFormat(4, 32, "float8_e4m3fn", rotate=32))
+        int4/32-e4m3-rotated32
+        """
+        scales, rotation = "-e4m3" * self.tiled, f"-rotated{self.rotate}" if self.rotate else ""
+        return f"{self.element}/{self.block_size}{scales}{rotation}"
 
     @property
     def qmax(self) -> int:
@@ -105,7 +110,7 @@ class BlockFormat:
         scale_bits = 8 / self.block_size + 16 / TILE if self.tiled else 16 / self.block_size
         return self.bits + scale_bits
 
-    def rotates_like(self, other: BlockFormat) -> bool:
+    def rotates_like(self, other: QuantFormat) -> bool:
         """Whether values rotated for one format are rotated for the other."""
         return self.rotate == other.rotate and (self.rotate is None or self.block_size == other.block_size)
 
@@ -121,20 +126,12 @@ class BlockFormat:
     def message_bytes(self, size: int) -> int:
         """Bytes on the wire of a slice of ``size`` elements: payload, block scales and tile scales.
 
-        >>> BlockFormat(bits=4, block_size=128).message_bytes(1000)
+        >>> QuantFormat(4, 128).message_bytes(1000)
         528
         """
         padded = self.padded_size(size)
         scales = padded // self.block_size + 2 * (padded // TILE) if self.tiled else 2 * padded // self.block_size
         return padded * self.bits // 8 + scales
-
-    def keywords(self) -> dict[str, Any]:
-        """The format as keyword arguments of `quantize`.
-
-        >>> BlockFormat(bits=4).keywords()["bits"]
-        4
-        """
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @jax.tree_util.register_dataclass
@@ -147,7 +144,7 @@ class QuantizedArray:
             byte j of a block holds element j in the low nibble and element ``j + block_size / 2`` in the high one.
         scale: ``[*lead, blocks]`` bfloat16 or float8_e4m3fn; NaN for a block that held NaN or Inf.
         tile_scale: ``[*lead, tiles]`` bfloat16 with float8 block scales, else None.
-        format: `BlockFormat`, static.
+        format: `QuantFormat`, static.
         shape: logical shape of one slice, static (lead dimensions are not part of it).
         dtype: name of the dtype that was quantised, static.
 
@@ -158,7 +155,7 @@ class QuantizedArray:
     qvalue: jax.Array
     scale: jax.Array
     tile_scale: jax.Array | None
-    format: BlockFormat = dataclasses.field(metadata={"static": True})
+    format: QuantFormat = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
@@ -206,6 +203,13 @@ class QuantizedArray:
                     f"got {np.dtype(got.dtype).name}{list(got.shape)}"
                 )
         return self
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return repr(dtype)
 
 
 def check_float(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, what: str = "input") -> None:

@@ -2,8 +2,8 @@
 
     "xla"         the reference, on any device
     "mosaic_gpu"  the Pallas kernel (Hopper and Blackwell; Ampere and Ada on JAX 0.11 and later)
-    None          per op: the kernel where the program is lowered for CUDA, `KERNELS` names the op, and kernels are
-                  proven on that device class or `prefer_kernels` was called; the reference everywhere else
+    None          per variant: the kernel where the program is lowered for CUDA and `choice` takes it, that is where it
+                  is forced or was found equal and not slower on this device; the reference everywhere else
 
 A backend answers a call described in static terms with a `Plan`: how to run it, or every reason why it cannot. A kernel
 for an architecture that the compiler does not know aborts the process, hence the gate on the compute capability. An
@@ -19,52 +19,10 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
-from pallas_kernels import _compat
+from pallas_kernels import _compat, choice
 
 Implementation = Literal["xla", "mosaic_gpu"]
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
-
-KERNELS = frozenset({"quantize", "dequantize", "dequantize_sum", "dequantize_sum_quantize"})
-"""Ops whose kernel moves fewer bytes, or issues fewer instructions, than XLA's program (see the package's table).
-
-Of dequantise only the rotated one has a kernel: without a rotation XLA already moves exactly the ideal bytes, and may
-fuse it into what follows.
-"""
-
-PROVEN_ON: frozenset[int] = frozenset()
-"""Major compute capabilities on which the kernels have run, equal to the reference. None yet: they are compiled and
-their machine code is counted, but no GPU was at hand to run them on, so they have to be asked for."""
-
-_preferred = False
-
-
-def prefer_kernels(enabled: bool = True) -> bool:
-    """Lets `implementation=None` mean the kernels also on devices on which they are not proven yet.
-
-    Call it before the first trace: programs that are compiled already keep what they have.
-
-    Returns:
-        The setting before.
-
-    >>> before = prefer_kernels()
-    >>> prefer_kernels(before)
-    True
-    """
-    global _preferred
-    before, _preferred = _preferred, enabled
-    return before
-
-
-def kernels_preferred() -> bool:
-    """Whether `implementation=None` means the kernels where a program is lowered for CUDA.
-
-    >>> before = prefer_kernels(False)
-    >>> kernels_preferred()
-    False
-    >>> before = prefer_kernels(before)
-    """
-    capability = _compat.target_device()[1]
-    return _preferred or (capability is not None and capability[0] in PROVEN_ON)
 
 
 def device_problems() -> list[str]:
@@ -89,6 +47,7 @@ def check_implementation(implementation: str | None) -> None:
 
 def run(
     op: str,
+    variant: Any,
     implementation: str | None,
     interpret: bool,
     problems: Sequence[str],
@@ -99,7 +58,8 @@ def run(
     """Runs ``reference`` or ``kernel`` on the operands.
 
     Args:
-        op: the op's name, for messages and defaults.
+        op: the op's name, for messages.
+        variant: what `choice` is asked about where nothing is said.
         implementation: as the user gave it.
         interpret: interpret the kernel on the CPU (a mode of "mosaic_gpu").
         problems: why the kernel cannot do this call, from its own checks; empty if it can.
@@ -127,9 +87,9 @@ def run(
                 f"{op}: implementation='mosaic_gpu' cannot do this call:\n- " + "\n- ".join(dict.fromkeys(reasons))
             )
         return kernel(*operands, interpret=interpret)
-    if op not in KERNELS or not kernels_preferred() or reasons or device_problems() or _concrete_on_cpu(operands):
+    if reasons or device_problems() or _concrete_on_cpu(operands) or not choice.takes_kernel(variant):
         return reference(*operands)
-    # Decided at lowering: one traced program runs on a CPU and compiles for a GPU that is not there.
+    # Decided at lowering: one traced program runs on a CPU and compiles ahead of time for a target GPU.
     return jax.lax.platform_dependent(*operands, cuda=lambda *args: kernel(*args, interpret=False), default=reference)
 
 

@@ -1,6 +1,6 @@
 """``python -m pallas_kernels.bench``: bytes, kernels and modelled time of each op on real leaves; on a GPU, measured.
 
-Without a GPU the programs are compiled for one that is not there: bytes and kernel launches are counted from the
+Without a GPU the programs are compiled ahead of time for a target GPU: bytes and kernel launches are counted from the
 compiled program, instructions from the machine code, and the time is a model, the larger of memory and issue. The
 model knows no latency, no launch cost and no cache, so it is a bound, not a prediction.
 """
@@ -12,18 +12,15 @@ import dataclasses
 import functools
 import math
 import os
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import pallas_kernels as pk
-from pallas_kernels import absent_gpu, backend, sass
-from pallas_kernels.absent_gpu import has_nvidia_gpu
-from pallas_kernels.mosaic import gpu as mosaic_gpu
+from pallas_kernels import absent_gpu, backend, gpus, mosaic, sass, selfcheck
 from pallas_kernels.program_bytes import moved_bytes
 
 SHAPES = {
@@ -35,10 +32,10 @@ SHAPES = {
 }
 """Leaves of decoder models with 1, 8 and 70 billion parameters (Llama 3 widths)."""
 
-INT8 = pk.BlockFormat(bits=8, block_size=128)
-INT4 = pk.BlockFormat(bits=4, block_size=256)
-INT4_TILED = pk.BlockFormat(bits=4, block_size=32, scale_dtype="float8_e4m3fn")
-INT4_ROTATED = pk.BlockFormat(bits=4, block_size=64, rotate=32)
+INT8 = pk.QuantFormat(8, 128)
+INT4 = pk.QuantFormat(4, 256)
+INT4_TILED = pk.QuantFormat(4, 32, "float8_e4m3fn")
+INT4_ROTATED = pk.QuantFormat(4, 64, rotate=32)
 COUNT = 8
 
 
@@ -71,33 +68,30 @@ def ops(shape: tuple[int, ...]) -> list[Op]:
     size = math.prod(shape)
     leaf = jax.ShapeDtypeStruct(shape, jnp.dtype("bfloat16"))
     rows = []
-    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED), ("int4/64 rotated", INT4_ROTATED)):
-        plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, None, (), fmt, False, False)
-        rows.append(Op(f"quantize {name}", functools.partial(pk.quantize, **fmt.keywords()), (leaf,), plan, size))
+    for fmt in (INT8, INT4_TILED, INT4_ROTATED):
+        plan = mosaic.plan_quantize(shape, leaf.dtype, None, (), fmt, False, False)
+        rows.append(Op(f"quantize {fmt}", functools.partial(pk.quantize, fmt=fmt), (leaf,), plan, size))
     stochastic = {"rounding": "stochastic", "seed": 1, "with_residual": True}
-    slices = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, **INT4_TILED.keywords(), **stochastic)
-    plan = mosaic_gpu.plan_quantize(shape, leaf.dtype, 0, (COUNT,), INT4_TILED, True, True)
+    slices = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, fmt=INT4_TILED, **stochastic)
+    plan = mosaic.plan_quantize(shape, leaf.dtype, 0, (COUNT,), INT4_TILED, True, True)
     rows.append(Op("quantize_slices int4 +sr +residual", slices, (leaf,), plan, size))
     one = (shape[0] // COUNT, *shape[1:])
 
-    def received(fmt: pk.BlockFormat) -> Any:
-        cut = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, implementation="xla", **fmt.keywords())
+    def received(fmt: pk.QuantFormat) -> Any:
+        cut = functools.partial(pk.quantize_slices, dim=0, num_slices=COUNT, implementation="xla", fmt=fmt)
         return jax.eval_shape(cut, leaf)
 
     part = size // COUNT
-    rows.append(Op("dequantize int8/128", pk.dequantize, (received(INT8),), None, size))
-    plan = mosaic_gpu.plan_sum((1, COUNT), one, INT4_ROTATED, leaf.dtype, 1.0, clamp=True)
-    rows.append(Op("dequantize int4/64 rotated", pk.dequantize, (received(INT4_ROTATED),), plan, size))
-    for name, fmt in (("int8/128", INT8), ("int4/32e4m3", INT4_TILED)):
-        plan = mosaic_gpu.plan_sum((COUNT,), one, fmt, jnp.dtype("float32"), 1.0)
-        rows.append(Op(f"dequantize_sum {COUNT}x {name}", pk.dequantize_sum, (received(fmt),), plan, part))
-    for name, source, fmt in (
-        ("int8/128 -> int4/32e4m3", INT8, INT4_TILED),
-        ("int4/256 -> int4/256", INT4, INT4),
-    ):
-        fused = functools.partial(pk.dequantize_sum_quantize, **fmt.keywords())
-        plan = mosaic_gpu.plan_sum_quantize((COUNT,), one, source, fmt, 1.0, False, None, False)
-        rows.append(Op(f"dequantize_sum_quantize {COUNT}x {name}", fused, (received(source),), plan, part))
+    rows.append(Op(f"dequantize {INT8}", pk.dequantize, (received(INT8),), None, size))
+    plan = mosaic.plan_sum((1, COUNT), one, INT4_ROTATED, leaf.dtype, 1.0, clamp=True)
+    rows.append(Op(f"dequantize {INT4_ROTATED}", pk.dequantize, (received(INT4_ROTATED),), plan, size))
+    for fmt in (INT8, INT4_TILED):
+        plan = mosaic.plan_sum((COUNT,), one, fmt, jnp.dtype("float32"), 1.0)
+        rows.append(Op(f"dequantize_sum {COUNT}x {fmt}", pk.dequantize_sum, (received(fmt),), plan, part))
+    for source, fmt in ((INT8, INT4_TILED), (INT4, INT4)):
+        fused = functools.partial(pk.dequantize_sum_quantize, fmt=fmt)
+        plan = mosaic.plan_sum_quantize((COUNT,), one, source, fmt, 1.0, False, None, False)
+        rows.append(Op(f"dequantize_sum_quantize {COUNT}x {source} -> {fmt}", fused, (received(source),), plan, part))
     return [*rows, *_with_messages(leaf, one)]
 
 
@@ -105,39 +99,39 @@ def _with_messages(leaf: jax.ShapeDtypeStruct, one: tuple[int, ...]) -> list[Op]
     """What the two sides of an all-to-all do: XLA writes one message a destination, a kernel payload and scales."""
 
     def send(x: jax.Array, implementation: backend.Implementation) -> Any:
-        q = pk.quantize_slices(x, dim=0, num_slices=COUNT, implementation=implementation, **INT8.keywords())
+        q = pk.quantize_slices(x, dim=0, num_slices=COUNT, implementation=implementation, fmt=INT8)
         return pk.pack_apart(q) if implementation == "mosaic_gpu" else pk.pack_bytes(q)
 
     def receive(payload: jax.Array, scales: jax.Array, implementation: backend.Implementation) -> pk.QuantizedArray:
         q = pk.unpack_bytes((payload, scales), format=INT8, shape=one, dtype="bfloat16")
-        return pk.dequantize_sum_quantize(q, implementation=implementation, **INT4_TILED.keywords())
+        return pk.dequantize_sum_quantize(q, implementation=implementation, fmt=INT4_TILED)
 
     size = math.prod(leaf.shape)
     payload = INT8.num_blocks(size // COUNT) * INT8.block_bytes
     rest = INT8.message_bytes(size // COUNT) - payload
     received = tuple(jax.ShapeDtypeStruct((COUNT, width), jnp.uint8) for width in (payload, rest))
-    sent = mosaic_gpu.plan_quantize(leaf.shape, leaf.dtype, 0, (COUNT,), INT8, False, False)
-    fused = mosaic_gpu.plan_sum_quantize((COUNT,), one, INT8, INT4_TILED, 1.0, False, None, False)
+    sent = mosaic.plan_quantize(leaf.shape, leaf.dtype, 0, (COUNT,), INT8, False, False)
+    fused = mosaic.plan_sum_quantize((COUNT,), one, INT8, INT4_TILED, 1.0, False, None, False)
     return [
-        Op("quantize_slices int8/128, messages", send, (leaf,), sent, size),
-        Op(f"messages, d_sum_q {COUNT}x int8/128 -> int4/32e4m3", receive, received, fused, size // COUNT),
+        Op(f"quantize_slices {INT8}, messages", send, (leaf,), sent, size),
+        Op(f"messages, d_sum_q {COUNT}x {INT8} -> {INT4_TILED}", receive, received, fused, size // COUNT),
     ]
 
 
 def model(op: Op, implementation: str, gpu: str) -> str:
     """One row without a GPU: counts of the compiled program and the modelled time."""
-    ideal, facts = op.ideal_bytes(), absent_gpu.GPUS[gpu]
+    ideal, facts = op.ideal_bytes(), gpus.TARGETS[gpu]
     arrays, tree = jax.tree.flatten(op.arguments)
     call = lambda *arrays: op.function(*jax.tree.unflatten(tree, arrays), implementation=implementation)  # noqa: E731
     with sass.dumping() as place:
         compiled = absent_gpu.compile_for(call, arrays, gpu)
         codes = sass.read(place, op.plan.programs.trips if op.plan and op.plan.programs else 1)
     total, kernels = moved_bytes(compiled.as_text())
-    memory = total / facts.bandwidth
+    memory = total / facts.memory_bandwidth
     cells = [f"{ideal / 1e6:9.1f}", f"{total / 1e6:9.1f}", f"{total / ideal:5.2f}", f"{kernels:3d}"]
     if codes and codes[0].instructions is not None:
         per_element = codes[0].instructions_per_element(op.plan.programs) or 0.0
-        issue = per_element * op.elements / sass.ISSUE_LANES / facts.cores / (facts.sustained_ghz * 1e9)
+        issue = per_element * op.elements / sass.ISSUE_LANES / facts.core_count / (sass.sustained_ghz(facts) * 1e9)
         bound = "issue" if issue > memory else "memory"
         kernel = (codes[0].bytes_moved(op.plan.programs) or 0.0) / 1e6
         counted = f"{bound} ({per_element:.1f} instr/elem, {kernel:.1f} MB by machine code)"
@@ -145,18 +139,20 @@ def model(op: Op, implementation: str, gpu: str) -> str:
     return "  ".join([*cells, f"{memory * 1e6:9.1f}", "memory (instructions not counted)"])
 
 
-def _median_seconds(function: Callable[..., Any], arguments: Sequence[Any], repeats: int = 20) -> float:
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([function(*arguments) for _ in range(10)])
-        times.append((time.perf_counter() - start) / 10)
-    return float(np.median(times))
+MEASURED_HEAD = (
+    "| leaf | op | ideal MB | XLA us | kernel us | kernel / XLA | kernel (else XLA) of a copy |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
-def measure(op: Op, implementation: str, copy_rate: float) -> str:
-    """One row on the GPU at hand: median time, rate of the ideal bytes, share of the copy bandwidth."""
+def measure(leaf: str, op: Op, copy_rate: float) -> str:
+    """One row on the GPU at hand, as Markdown: times of XLA's program and of the kernel, and the rate of ideal bytes.
+
+    Args:
+        leaf: name of the leaf's shape.
+        op: what is measured.
+        copy_rate: bytes per second of a copy, read and written.
+    """
     key, ideal = jax.random.key(0), op.ideal_bytes()
 
     def fill(a: jax.ShapeDtypeStruct) -> jax.Array:
@@ -165,37 +161,57 @@ def measure(op: Op, implementation: str, copy_rate: float) -> str:
         return jax.random.uniform(key, a.shape, jnp.float32, 0.5, 1.0).astype(a.dtype)
 
     arguments = jax.tree.map(fill, op.arguments)
-    call = jax.jit(functools.partial(op.function, implementation=implementation))
-    seconds = _median_seconds(call, arguments)
-    rate = ideal / seconds
-    return f"{ideal / 1e6:9.1f}  {seconds * 1e6:9.1f} us  {rate / 1e9:7.0f} GB/s  {rate / copy_rate:6.1%} of copy"
+    has_kernel = op.plan is not None and not op.plan.problems
+    times = {}
+    for implementation in ("xla", "mosaic_gpu") if has_kernel else ("xla",):
+        call = jax.jit(functools.partial(op.function, implementation=implementation))
+        try:
+            times[implementation] = selfcheck.seconds(call, arguments)
+        except Exception as error:  # a kernel that a GPU refuses is a row of the table, not its end
+            times[implementation] = math.nan
+            print(f"{op.name}, {implementation}: {type(error).__name__}: {error}", file=sys.stderr)
+    xla, kernel = times["xla"], times.get("mosaic_gpu")
+    cells = ["none", ""] if kernel is None else [f"{kernel * 1e6:.1f}", f"{kernel / xla:.2f}"]
+    share = ideal / (xla if kernel is None else kernel) / copy_rate
+    return f"| {leaf} | {op.name} | {ideal / 1e6:.1f} | {xla * 1e6:.1f} | {' | '.join(cells)} | {share:.0%} |"
+
+
+def measured(shapes: Sequence[str]) -> Iterator[str]:
+    """The table on the GPU at hand, line by line, to be pasted into an issue."""
+    device = jax.local_devices()[0]
+    block = jnp.zeros(1 << 28, jnp.float32)
+    copy_rate = 2 * block.nbytes / selfcheck.seconds(jax.jit(lambda x: x + 1), (block,))
+    yield f"{device.device_kind}, {device.client.platform_version}, JAX {jax.__version__}".replace("\n", " ")
+    yield f"\nA copy of 1 GiB reads and writes {copy_rate / 1e9:.0f} GB/s.\n"
+    yield MEASURED_HEAD
+    for name in shapes:
+        for op in ops(SHAPES[name]):
+            yield measure(name, op, copy_rate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["70b-attention"])
-    parser.add_argument("--gpu", choices=absent_gpu.GPUS, default="h100", help="GPU to compile for if none is here")
+    parser.add_argument("--gpu", choices=gpus.TARGETS, default="h100", help="GPU to compile for if none is here")
     options = parser.parse_args(arguments)
-    if not has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
+    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # the CUDA plugin is here to compile, and would look for CUDA
     here = jax.devices()[0]
     on_gpu = here.platform == "gpu"
     if not on_gpu and (missing := absent_gpu.plugin_missing()):
         parser.error(missing)
-    print(f"jax {jax.__version__}, {here.device_kind if on_gpu else absent_gpu.GPUS[options.gpu].name + ' (absent)'}")
-    copy_rate = 0.0
     if on_gpu:
-        block = jnp.zeros(1 << 28, jnp.float32)
-        copy_rate = 2 * block.nbytes / _median_seconds(jax.jit(lambda x: x + 1), [block])
-        print(f"copy bandwidth {copy_rate / 1e9:.0f} GB/s, measured on 1 GiB")
-    else:
-        print("ideal MB, moved MB, moved / ideal, kernels, modelled us, bound; nothing here is measured")
+        for line in measured(options.shapes):
+            print(line, flush=True)
+        return
+    print(f"jax {jax.__version__}, {gpus.TARGETS[options.gpu].name} (absent)")
+    print("ideal MB, moved MB, moved / ideal, kernels, modelled us, bound; nothing here is measured")
     for name in options.shapes:
         for op in ops(SHAPES[name]):
             backends = ["xla"] if op.plan is None or op.plan.problems else ["xla", "mosaic_gpu"]
             for implementation in backends:
-                row = measure(op, implementation, copy_rate) if on_gpu else model(op, implementation, options.gpu)
+                row = model(op, implementation, options.gpu)
                 print(f"{name:14s} {op.name:48s} {implementation:10s} {row}", flush=True)
 
 

@@ -1,7 +1,9 @@
-"""One message per destination: payload and scales of a slice as one row of bytes.
+"""What travels of quantised slices: payload and scales of a slice as one row of bytes, or as two.
 
-An all-to-all of several arrays is several collectives; one byte row per slice is one. XLA writes the row as part of
-quantising. A kernel cannot, and sends payload and scales apart, as two rows. Layout of a row, in order:
+A collective of several arrays is several collectives; one byte row per slice is one. XLA writes the row as part of
+quantising, a kernel writes arrays of its own, and copying them into one row pays only where it costs less than the
+latency of a message. Whether there is one row or two follows from the size alone, never from who writes it: all
+processes of a job send alike (`to_messages`). Layout of a row, in order:
 
     payload | block scales | tile scales
 
@@ -17,7 +19,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.array import TILE, BlockFormat, QuantizedArray
+from pallas_kernels.array import TILE, QuantFormat, QuantizedArray
 
 
 def _planes(scale: jax.Array) -> list[jax.Array]:
@@ -35,17 +37,36 @@ def _from_planes(planes: list[jax.Array], dtype: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
 
 
+APART_FROM = 64 << 20
+"""Payload bytes from which payload and scales travel as two messages. XLA writes one message without a copy; a kernel
+copies into one and out of it, written and read twice: 4 * 64 MiB / 3.35 TB/s = 80 microseconds on an H100, against the
+some 20 of a second message's latency."""
+
+
+def to_messages(q: QuantizedArray) -> tuple[jax.Array, ...]:
+    """What is sent of ``q``: one message (`pack_bytes`), or two where it is large (`pack_apart`).
+
+    `unpack_bytes` takes either. The choice depends on shapes alone.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_kernels import quantize
+    >>> [message.shape for message in to_messages(quantize(jnp.ones(256)))]
+    [(260,)]
+    """
+    return pack_apart(q) if q.qvalue.nbytes >= APART_FROM else (pack_bytes(q),)
+
+
 def pack_apart(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     """The slices of ``q`` as two messages, payload and scales: ``uint8 [*lead, payload_bytes]``, ``[*lead, the rest]``.
 
-    For kernels, which write arrays of their own: the payload is sent as it is, without the copy into one message.
+    The payload is sent as it is, without the copy into one message.
 
     Raises:
         ValueError: the arrays of ``q`` do not fit its metadata.
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize_slices
-    >>> q = quantize_slices(jnp.ones((8, 64)), dim=0, num_slices=4, bits=4, block_size=32)
+    >>> q = quantize_slices(jnp.ones((8, 64)), QuantFormat(4, 32), dim=0, num_slices=4)
     >>> [message.shape for message in pack_apart(q)]
     [(4, 64), (4, 8)]
     """
@@ -65,7 +86,7 @@ def pack_bytes(q: QuantizedArray) -> jax.Array:
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize_slices
-    >>> q = quantize_slices(jnp.ones((8, 64)), dim=0, num_slices=4, bits=4, block_size=32)
+    >>> q = quantize_slices(jnp.ones((8, 64)), QuantFormat(4, 32), dim=0, num_slices=4)
     >>> pack_bytes(q).shape, q.message_bytes
     ((4, 72), 72)
     """
@@ -73,14 +94,14 @@ def pack_bytes(q: QuantizedArray) -> jax.Array:
 
 
 def unpack_bytes(
-    message: jax.Array | tuple[jax.Array, jax.Array],
+    message: jax.Array | tuple[jax.Array, ...],
     like: QuantizedArray | None = None,
     *,
-    format: BlockFormat | None = None,
+    format: QuantFormat | None = None,
     shape: tuple[int, ...] | None = None,
     dtype: str = "float32",
 ) -> QuantizedArray:
-    """The inverse of `pack_bytes` and of `pack_apart`: received messages to a record with their lead dimensions.
+    """Received messages, of `to_messages`, `pack_bytes` or `pack_apart`, as a record with their lead dimensions.
 
     Args:
         message: ``uint8 [*lead, message_bytes]``, or payload and scales apart; the lead dimensions may differ from
@@ -95,7 +116,7 @@ def unpack_bytes(
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize
-    >>> q = quantize(jnp.arange(100.0), block_size=32)
+    >>> q = quantize(jnp.arange(100.0), QuantFormat(8, 32))
     >>> bool((unpack_bytes(pack_bytes(q), q).qvalue == q.qvalue).all())
     True
     """
@@ -117,7 +138,7 @@ def unpack_bytes(
             )
     scale_widths = [blocks, tiles, tiles] if format.tiled else [blocks, blocks]
     if len(messages) == 1:
-        messages = (message[..., : want[0]], message[..., want[0] :])  # type: ignore[call-overload]
+        messages = (messages[0][..., : want[0]], messages[0][..., want[0] :])
     ends = [sum(scale_widths[:i]) for i in range(len(scale_widths) + 1)]
     parts = [messages[1][..., a:b] for a, b in itertools.pairwise(ends)]
     lead = messages[0].shape[:-1]

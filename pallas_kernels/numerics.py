@@ -3,7 +3,7 @@
 Only elementwise operations that mean the same bits on CPU, in XLA's GPU code and in a Mosaic kernel: integer tricks in
 place of ceil and floor, a multiplication by a constant in place of a division, products that are exact in float32
 (level x scale has at most 15 significant bits, so a fused multiply-add changes nothing). Functions take arrays of any
-shape and know nothing of blocks, tiles, slices or memory.
+shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import e2m1
-from pallas_kernels.array import BlockFormat
+from pallas_kernels.array import QuantFormat
 from pallas_kernels.bits import INF, bits_of, float_of, half_of
 
 _ABS = np.int32(0x7FFFFFFF)
@@ -79,7 +79,7 @@ def rounded_down(y: jax.Array, random: jax.Array, upper: bool) -> tuple[jax.Arra
     return total, float_of(total & np.int32(-0x10000)) - np.float32(160.0)
 
 
-def code_place(fmt: BlockFormat, stochastic: bool) -> int:
+def code_place(fmt: QuantFormat, stochastic: bool) -> int:
     """The lowest bit of a code from `encode`."""
     if fmt.bits == 8 or not stochastic:
         return 0
@@ -94,7 +94,7 @@ def packed(low: jax.Array, high: jax.Array, place: int) -> jax.Array:
 
 def encode(
     y: jax.Array,
-    fmt: BlockFormat,
+    fmt: QuantFormat,
     random: jax.Array | None = None,
     upper: bool = True,
     level_wanted: bool = True,
@@ -133,13 +133,13 @@ def encode(
     return bits_of(level + np.float32(12582912.0)), level if level_wanted else None
 
 
-def _field(fmt: BlockFormat, high: bool) -> tuple[int, int]:
+def _field(fmt: QuantFormat, high: bool) -> tuple[int, int]:
     """Mask of an integer level inside its byte, and its sign bit."""
     width, shift = (8, 0) if fmt.bits == 8 else (4, 4 if high else 0)
     return ((1 << width) - 1) << shift, 1 << (width - 1 + shift)
 
 
-def magic(fmt: BlockFormat) -> np.ndarray:
+def magic(fmt: QuantFormat) -> np.ndarray:
     """The constants that `scaled_level` xors into a masked level: ``int32 [2]`` (low, high), or ``[1]`` for 8 bits.
 
     A kernel takes them as an operand: a constant in a register lets the assembler mask and xor in one instruction.
@@ -150,7 +150,7 @@ def magic(fmt: BlockFormat) -> np.ndarray:
 
 def scaled_level(
     code: jax.Array,
-    fmt: BlockFormat,
+    fmt: QuantFormat,
     high: bool = False,
     constant: jax.Array | None = None,
     subnormals: bool = False,

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import backend, numerics, reference, slices
-from pallas_kernels.array import BlockFormat, Levels, QuantizedArray, Rounding, check_float, check_output_dtype
+from pallas_kernels import backend, mosaic, numerics, reference, slices
+from pallas_kernels.array import QuantFormat, QuantizedArray, Rounding, check_float, check_output_dtype
 from pallas_kernels.backend import Plan
-from pallas_kernels.mosaic import gpu as mosaic_gpu
+from pallas_kernels.variants import Variant
+
+INT8, INT4 = QuantFormat(8, 128), QuantFormat(4, 128)
 
 
 def hashed_seed_of(rounding: str, seed: jax.Array | int | None) -> jax.Array | None:
@@ -36,12 +38,8 @@ def hashed_seed_of(rounding: str, seed: jax.Array | int | None) -> jax.Array | N
 
 def quantize(
     x: jax.Array,
+    fmt: QuantFormat = INT8,
     *,
-    bits: int = 8,
-    block_size: int = 128,
-    scale_dtype: Any = "bfloat16",
-    levels: Levels = "integer",
-    rotate: int | None = None,
     rounding: Rounding = "nearest",
     seed: jax.Array | int | None = None,
     with_residual: bool = False,
@@ -52,11 +50,7 @@ def quantize(
 
     Args:
         x: local array of any shape, float32, bfloat16 or float16.
-        bits: 8 or 4.
-        block_size: elements per scale, a power of two in 16..2048; the tail is padded with zeros.
-        scale_dtype: bfloat16, or float8_e4m3fn under one bfloat16 scale per tile of 1024 elements.
-        levels: "integer", or "e2m1" (fp4) with 4 bits.
-        rotate: None, 32 or 64: Hadamard rotation inside each block before quantising.
+        fmt: the format; the tail is padded with zeros to whole blocks.
         rounding: "nearest" (half to even) or "stochastic" (counter hash of seed and index).
         seed: integer scalar, required by (and only allowed with) stochastic rounding. Fold the device's index in where
             devices must draw differently.
@@ -73,12 +67,11 @@ def quantize(
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import dequantize
-    >>> q = quantize(jnp.array([0.0, -1.0, 0.25]), block_size=16)
+    >>> q = quantize(jnp.array([0.0, -1.0, 0.25]), QuantFormat(8, 16))
     >>> q.qvalue.shape, dequantize(q).shape
     ((1, 16), (3,))
     """
     x = jnp.asarray(x)
-    fmt = BlockFormat(bits=bits, block_size=block_size, scale_dtype=scale_dtype, levels=levels, rotate=rotate)
     hashed = hashed_seed_of(rounding, seed)
     q, residual = _quantize(x, None, (), fmt, hashed, with_residual, implementation, interpret)
     return (q, residual) if with_residual else q
@@ -86,14 +79,10 @@ def quantize(
 
 def quantize_slices(
     x: jax.Array,
+    fmt: QuantFormat = INT8,
     *,
     dim: int,
     num_slices: int | Sequence[int],
-    bits: int = 8,
-    block_size: int = 128,
-    scale_dtype: Any = "bfloat16",
-    levels: Levels = "integer",
-    rotate: int | None = None,
     rounding: Rounding = "nearest",
     seed: jax.Array | int | None = None,
     with_residual: bool = False,
@@ -104,10 +93,11 @@ def quantize_slices(
 
     Args:
         x: local leaf, float32, bfloat16 or float16; its dimension ``dim`` is cut.
+        fmt: the format; blocks never cross a slice.
         dim: the dimension to cut.
         num_slices: destinations D, or a tuple of them (local, node): lead dimensions of the result, outermost first.
-            Slice ``d0 * D1 + d1`` is the contiguous range of that index. Blocks never cross a slice.
-        bits: see `quantize`, as for all other arguments.
+            Slice ``d0 * D1 + d1`` is the contiguous range of that index.
+        rounding: see `quantize`, as for all other arguments.
 
     Returns:
         A `QuantizedArray` with lead ``num_slices`` whose ``shape`` is that of one slice, or
@@ -119,13 +109,12 @@ def quantize_slices(
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import dequantize
-    >>> q = quantize_slices(jnp.ones((4, 64)), dim=1, num_slices=2, block_size=32)
+    >>> q = quantize_slices(jnp.ones((4, 64)), QuantFormat(8, 32), dim=1, num_slices=2)
     >>> q.lead, q.shape, dequantize(q, merge_dim=1).shape
     ((2,), (4, 32), (4, 64))
     """
     x = jnp.asarray(x)
     lead, _ = slices.slice_shape(x.shape, dim, num_slices)
-    fmt = BlockFormat(bits=bits, block_size=block_size, scale_dtype=scale_dtype, levels=levels, rotate=rotate)
     hashed = hashed_seed_of(rounding, seed)
     q, residual = _quantize(x, dim % x.ndim, lead, fmt, hashed, with_residual, implementation, interpret)
     return (q, residual) if with_residual else q
@@ -135,7 +124,7 @@ def _quantize(
     x: jax.Array,
     dim: int | None,
     lead: tuple[int, ...],
-    fmt: BlockFormat,
+    fmt: QuantFormat,
     hashed_seed: jax.Array | None,
     with_residual: bool,
     implementation: str | None,
@@ -154,9 +143,11 @@ def _quantize(
             residual = residual if dim is None else slices.from_slices(residual, dim, len(lead))
         return (*stored, residual)
 
-    plan = mosaic_gpu.plan_quantize(x.shape, x.dtype, dim, lead, fmt, hashed_seed is not None, with_residual)
+    stochastic = hashed_seed is not None
+    variant = Variant("quantize", fmt, x.dtype.name, stochastic, with_residual, slices=dim is not None)
+    plan = mosaic.plan_quantize(x.shape, x.dtype, dim, lead, fmt, stochastic, with_residual)
     qvalue, scale, tile_scale, residual = backend.run(
-        "quantize", implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
+        "quantize", variant, implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
     )
     return QuantizedArray(qvalue, scale, tile_scale, fmt, tuple(shape), x.dtype.name), residual
 
@@ -207,13 +198,14 @@ def dequantize(
         plan = Plan(("without a rotation XLA already moves the ideal bytes, there is no kernel; use 'xla'",))
     else:
         # A sum of one contribution.
-        plan = mosaic_gpu.plan_sum((1, *q.lead), q.shape, q.format, dtype, 1.0, clamp=True)
+        plan = mosaic.plan_sum((1, *q.lead), q.shape, q.format, dtype, 1.0, clamp=True)
     stored = (q.qvalue, q.scale, q.tile_scale)
+    variant = Variant("dequantize", q.format, dtype.name, source=q.format, count=8)
 
     def kernel(*stored: jax.Array | None, interpret: bool) -> jax.Array:
         return plan.run(*jax.tree.map(lambda a: a[None], stored), interpret=interpret)
 
-    values = backend.run("dequantize", implementation, interpret, plan.problems, plain, kernel, *stored)
+    values = backend.run("dequantize", variant, implementation, interpret, plan.problems, plain, kernel, *stored)
     return values if merge_dim is None else slices.from_slices(values, merge_dim, len(q.lead))
 
 
@@ -258,7 +250,7 @@ def dequantize_sum(
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize_slices
-    >>> q = quantize_slices(jnp.full((4, 16), 127.0), dim=0, num_slices=4, block_size=16)
+    >>> q = quantize_slices(jnp.full((4, 16), 127.0), QuantFormat(8, 16), dim=0, num_slices=4)
     >>> dequantize_sum(q).shape, float(dequantize_sum(q)[0, 0])
     ((1, 16), 508.0)
     """
@@ -270,21 +262,27 @@ def dequantize_sum(
         total = reference.sum_blocks(qvalue, scale, tile_scale, q.format)
         return slices.from_blocks(reference.rotate(total, q.format.rotate, factor), q.shape).astype(dtype)
 
-    plan = mosaic_gpu.plan_sum(q.lead, q.shape, q.format, dtype, factor)
+    plan = mosaic.plan_sum(q.lead, q.shape, q.format, dtype, factor)
+    variant = Variant("sum", q.format, dtype.name, source=q.format, count=count)
     return backend.run(
-        "dequantize_sum", implementation, interpret, plan.problems, plain, plan.run, q.qvalue, q.scale, q.tile_scale
+        "dequantize_sum",
+        variant,
+        implementation,
+        interpret,
+        plan.problems,
+        plain,
+        plan.run,
+        q.qvalue,
+        q.scale,
+        q.tile_scale,
     )
 
 
 def dequantize_sum_quantize(
     q: QuantizedArray,
+    fmt: QuantFormat = INT4,
     *,
     axis: int = 0,
-    bits: int = 4,
-    block_size: int = 128,
-    scale_dtype: Any = "bfloat16",
-    levels: Levels = "integer",
-    rotate: int | None = None,
     rounding: Rounding = "nearest",
     seed: jax.Array | int | None = None,
     mean: bool = False,
@@ -295,13 +293,14 @@ def dequantize_sum_quantize(
 ) -> Any:
     """The middle of the two-hop reduction: sum the contributions of hop 1, quantise the sum for hop 2.
 
-    Equals ``quantize(dequantize_sum(q, axis=axis, mean=mean) + addend, ...)`` slice by slice, without writing the sum
+    Equals ``quantize(dequantize_sum(q, axis=axis, mean=mean) + addend, fmt)`` slice by slice, without writing the sum
     to memory; when both formats rotate alike, the sum is not rotated back and forth either.
 
     Args:
         q: contributions, as in `dequantize_sum`.
+        fmt: the format of the result.
         axis: the lead dimension to sum; the others stay and become the slices of hop 2.
-        bits: of the result, as are ``block_size``, ``scale_dtype``, ``levels``, ``rotate``, ``rounding``, ``seed``.
+        rounding: of the result, as is ``seed``; see `quantize`.
         mean: divide the sum by the number of contributions.
         addend: ``[*other_lead, *shape]`` float, added before quantising (the carried residual of error feedback).
         with_residual: also return what quantising lost, float32 ``[*other_lead, *shape]``.
@@ -317,11 +316,10 @@ def dequantize_sum_quantize(
 
     >>> import jax.numpy as jnp
     >>> from pallas_kernels import quantize_slices
-    >>> q = quantize_slices(jnp.ones((8, 32)), dim=0, num_slices=(2, 4), block_size=32)
-    >>> dequantize_sum_quantize(q, block_size=32).lead
+    >>> q = quantize_slices(jnp.ones((8, 32)), QuantFormat(8, 32), dim=0, num_slices=(2, 4))
+    >>> dequantize_sum_quantize(q, QuantFormat(4, 32)).lead
     (4,)
     """
-    fmt = BlockFormat(bits=bits, block_size=block_size, scale_dtype=scale_dtype, levels=levels, rotate=rotate)
     hashed_seed = hashed_seed_of(rounding, seed)
     q, count = _contributions(q, axis)
     factor = 1.0 / count if mean else 1.0
@@ -341,10 +339,14 @@ def dequantize_sum_quantize(
         return reference.requantize_blocks(total, q.shape, q.format, fmt, factor, addend, hashed_seed, with_residual)
 
     addend_dtype = None if addend is None else addend.dtype
+    variant = Variant(
+        "sum_quantize", fmt, "float32", hashed_seed is not None, with_residual, source=q.format, count=count,
+        addend=addend is not None,
+    )  # fmt: skip
     stochastic = hashed_seed is not None
-    plan = mosaic_gpu.plan_sum_quantize(q.lead, q.shape, q.format, fmt, factor, stochastic, addend_dtype, with_residual)
+    plan = mosaic.plan_sum_quantize(q.lead, q.shape, q.format, fmt, factor, stochastic, addend_dtype, with_residual)
     qvalue, scale, tile_scale, residual = backend.run(
-        "dequantize_sum_quantize", implementation, interpret, plan.problems, plain, plan.run,
+        "dequantize_sum_quantize", variant, implementation, interpret, plan.problems, plain, plan.run,
         q.qvalue, q.scale, q.tile_scale, addend, hashed_seed,
     )  # fmt: skip
     result = QuantizedArray(qvalue, scale, tile_scale, fmt, q.shape, "float32")

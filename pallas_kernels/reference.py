@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import numerics, scale_rounding
-from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.slices import from_blocks, to_blocks
 
 # Contributions of a sum that are decoded one by one, and those that one pass of a loop adds up.
@@ -51,7 +51,7 @@ def rotate(blocks: jax.Array, width: int | None, factor: float = 1.0) -> jax.Arr
     return numerics.scaled(jnp.concatenate(parts, axis=-1), factor * numerics.after_rotation(width))
 
 
-def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def block_scales(magnitude: jax.Array, fmt: QuantFormat) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Scales from the integer absmax of each block, ``[*lead, blocks]``.
 
     Returns:
@@ -73,7 +73,7 @@ def block_scales(magnitude: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax
     return spread * value, scale, tile.astype(jnp.bfloat16)
 
 
-def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """The float32 scale of each block; NaN for a block that held NaN or Inf."""
     if tile_scale is None:
         return scale.astype(jnp.float32)
@@ -82,7 +82,7 @@ def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFo
     return spread * scale_rounding.e4m3_value(code)
 
 
-def pack(code: jax.Array, fmt: BlockFormat, place: int = 0) -> jax.Array:
+def pack(code: jax.Array, fmt: QuantFormat, place: int = 0) -> jax.Array:
     """Codes (int32, from bit ``place`` on) as stored bytes: int8, or uint8 with element j low and element
     j + block_size / 2 high."""
     if fmt.bits == 8:
@@ -91,13 +91,13 @@ def pack(code: jax.Array, fmt: BlockFormat, place: int = 0) -> jax.Array:
     return numerics.packed(code[..., :half], code[..., half:], place).astype(jnp.uint8)
 
 
-def unpack(qvalue: jax.Array, fmt: BlockFormat) -> jax.Array:
-    """Stored bytes as levels in float32, ``[..., block_size]``."""
+def unpack(qvalue: jax.Array, fmt: QuantFormat) -> list[jax.Array]:
+    """Stored bytes as levels in float32: the whole blocks, or their two halves ``[..., block_size / 2]`` for 4 bits."""
     if fmt.bits == 8:
-        return qvalue.astype(jnp.float32)
+        return [qvalue.astype(jnp.float32)]
     code = qvalue.astype(jnp.int32)
     (low, _), (high, factor) = (numerics.scaled_level(code, fmt, high=high) for high in (False, True))
-    return jnp.concatenate([low, high * np.float32(factor)], axis=-1)
+    return [low, high * np.float32(factor)]
 
 
 def random_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def random_like(blocks: jax.Array, hashed_seed: jax.Array) -> jax.Array:
 
 
 def quantize_blocks(
-    blocks: jax.Array, fmt: BlockFormat, hashed_seed: jax.Array | None, with_residual: bool
+    blocks: jax.Array, fmt: QuantFormat, hashed_seed: jax.Array | None, with_residual: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Quantises float32 blocks that are already rotated.
 
@@ -143,15 +143,26 @@ def quantize_blocks(
     return pack(code, fmt, numerics.code_place(fmt, hashed_seed is not None)), scale, tile_scale, residual
 
 
-def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+def dequantize_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """Levels times scales in float32, ``[*lead, blocks, block_size]``, still rotated if the format rotates."""
-    return unpack(qvalue, fmt) * effective_scale(scale, tile_scale, fmt)[..., None]
+    return _whole(_decoded(qvalue, scale, tile_scale, fmt))
 
 
-def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: BlockFormat) -> jax.Array:
+def _decoded(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> list[jax.Array]:
+    effective = effective_scale(scale, tile_scale, fmt)[..., None]
+    return [part * effective for part in unpack(qvalue, fmt)]
+
+
+def _whole(parts: list[jax.Array]) -> jax.Array:
+    # As late as can be: XLA computes what follows a concatenation element by element on a CPU.
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFormat) -> jax.Array:
     """Sum over the leading dimension in index order, float32; still rotated if the format rotates."""
     stored = (qvalue, scale, tile_scale)
     count = qvalue.shape[0]
+    total: list[jax.Array] | None
     looped = count - count % MOST_AT_ONCE if count > MOST_AT_ONCE else 0
     total = None
     if looped:
@@ -163,11 +174,11 @@ def sum_blocks(qvalue: jax.Array, scale: jax.Array, tile_scale: jax.Array | None
     if looped < count:
         total = _add_in_order(total, jax.tree.map(lambda a: a[looped:], stored), fmt)
     assert total is not None, "the public op refuses an empty sum"
-    return total
+    return _whole(total)
 
 
-def _add_in_order(total: jax.Array | None, stored: Any, fmt: BlockFormat) -> jax.Array:
-    """``total`` and the contributions, one after the other.
+def _add_in_order(total: list[jax.Array] | None, stored: Any, fmt: QuantFormat) -> list[jax.Array]:
+    """``total`` and the contributions, one after the other, in the parts of `unpack`.
 
     Each decoded by itself, the compiler makes one pass of it, but its program, and the time to compile it, grow by some
     thirty operations a contribution: worth it for the few of one node.
@@ -175,13 +186,13 @@ def _add_in_order(total: jax.Array | None, stored: Any, fmt: BlockFormat) -> jax
     qvalue, scale, tile_scale = stored
     count = qvalue.shape[0]
     if count > MOST_DECODED_ALONE:
-        together = dequantize_blocks(qvalue, scale, tile_scale, fmt)
-        parts = [together[i] for i in range(count)]
+        together = _decoded(qvalue, scale, tile_scale, fmt)
+        contributions = [[part[i] for part in together] for i in range(count)]
     else:
         tiles = [None] * count if tile_scale is None else [tile_scale[i] for i in range(count)]
-        parts = [dequantize_blocks(qvalue[i], scale[i], tiles[i], fmt) for i in range(count)]
-    for part in parts:
-        total = part if total is None else total + part
+        contributions = [_decoded(qvalue[i], scale[i], tiles[i], fmt) for i in range(count)]
+    for parts in contributions:
+        total = parts if total is None else [a + b for a, b in zip(total, parts, strict=True)]
     assert total is not None
     return total
 
@@ -189,8 +200,8 @@ def _add_in_order(total: jax.Array | None, stored: Any, fmt: BlockFormat) -> jax
 def requantize_blocks(
     total: jax.Array,
     shape: tuple[int, ...],
-    source: BlockFormat,
-    fmt: BlockFormat,
+    source: QuantFormat,
+    fmt: QuantFormat,
     factor: float,
     addend: jax.Array | None,
     hashed_seed: jax.Array | None,

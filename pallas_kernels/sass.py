@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from pallas_kernels.absent_gpu import Gpu
 from pallas_kernels.backend import Programs
+from pallas_kernels.gpus import GpuTarget
 
 THREADS, LANES = 128, 32
 ISSUE_LANES = 128
 """Lane-instructions one multiprocessor issues per clock: four schedulers of 32 lanes."""
+SUSTAINED_GHZ = {8: 1.41, 9: 1.755, 10: 1.85}
+"""By compute capability."""
 REGISTERS, REGISTERS_AT_ONCE = 65536, 8
 """Registers of a multiprocessor, and how many of a thread are given together (CUDA programming guide, table of compute
 capabilities 8.0 to 10.0)."""
@@ -183,6 +185,12 @@ def _executed(lines: list[tuple[int, str, str]], trips: int) -> dict[str, float]
     return dict(counts)
 
 
-def bound(gpu: Gpu, bytes_per_element: float, instructions_per_element: float) -> tuple[float, float]:
+def sustained_ghz(gpu: GpuTarget) -> float:
+    """The clock that the model of time assumes: the boost clock that the vendor states for compute."""
+    return SUSTAINED_GHZ[gpu.compute_capability]
+
+
+def bound(gpu: GpuTarget, bytes_per_element: float, instructions_per_element: float) -> tuple[float, float]:
     """``(memory, issue)`` clocks per element and multiprocessor; the larger one bounds the kernel."""
-    return bytes_per_element / gpu.bytes_per_clock, instructions_per_element / ISSUE_LANES
+    bytes_per_clock = gpu.memory_bandwidth / gpu.core_count / (sustained_ghz(gpu) * 1e9)
+    return bytes_per_element / bytes_per_clock, instructions_per_element / ISSUE_LANES

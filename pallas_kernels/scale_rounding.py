@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.array import BlockFormat
+from pallas_kernels.array import QuantFormat
 from pallas_kernels.bits import bits_of, float_of
 from pallas_kernels.numerics import is_finite_bits
 
@@ -32,7 +32,7 @@ def _mantissa_up(x: jax.Array, drop: int) -> jax.Array:
 def needed_scale(magnitude: jax.Array, qmax: int) -> jax.Array:
     """absmax / qmax in float32, 0 for a non-finite block.
 
-    The constant is a hair below 1 / qmax, so that a block that already lies on a grid of ``scale`` and reaches
+    The constant is slightly below 1 / qmax, so that a block that already lies on a grid of ``scale`` and reaches
     ``qmax`` asks for exactly that scale again, never for the next larger one.
     """
     finite = is_finite_bits(magnitude)
@@ -85,7 +85,7 @@ def e4m3_value(code: jax.Array) -> jax.Array:
 
 
 def inverse_scale(
-    one_over_scale: jax.Array, effective: jax.Array, magnitude: jax.Array, fmt: BlockFormat, stochastic: bool
+    one_over_scale: jax.Array, effective: jax.Array, magnitude: jax.Array, fmt: QuantFormat, stochastic: bool
 ) -> jax.Array:
     """1 / scale, or less where stochastic rounding could take a 4-bit level beyond the largest.
 

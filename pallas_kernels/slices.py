@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.array import BlockFormat
+from pallas_kernels.array import QuantFormat
 
 
 def slice_shape(
@@ -75,7 +75,7 @@ def from_slices(x: jax.Array, dim: int, num_lead: int) -> jax.Array:
     return flat.reshape(*one[:dim], -1 if flat.size else math.prod(x.shape[:num_lead]) * one[dim], *one[dim + 1 :])
 
 
-def to_blocks(x: jax.Array, fmt: BlockFormat, num_lead: int) -> jax.Array:
+def to_blocks(x: jax.Array, fmt: QuantFormat, num_lead: int) -> jax.Array:
     """``[*lead, *slice]`` as ``[*lead, blocks, block_size]``, the tail padded with zeros."""
     lead, size = x.shape[:num_lead], math.prod(x.shape[num_lead:])
     flat = x.reshape(*lead, size)

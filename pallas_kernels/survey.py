@@ -1,6 +1,6 @@
 """``python -m pallas_kernels.survey``: what the machine code of every variant of a kernel costs, without a GPU.
 
-A variant is an op with formats, dtype, rounding and residual. Each is compiled for an absent GPU, and its registers,
+Each (`variants`) is compiled for a target GPU, and its registers,
 spills, instructions and bytes are counted (`sass`). What the counts mean for time is a model: `bound`.
 """
 
@@ -8,130 +8,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels import absent_gpu, sass
-from pallas_kernels import ops as dequantizing
-from pallas_kernels import ops as quantizing
-from pallas_kernels.array import TILE, BlockFormat, Levels
-from pallas_kernels.backend import Plan
-from pallas_kernels.mosaic import gpu as mosaic_gpu
-
-ELEMENTS = 1 << 20
-"""Of a leaf, or of each contribution to a sum."""
+from pallas_kernels import absent_gpu, gpus, sass
+from pallas_kernels.array import TILE, QuantFormat
+from pallas_kernels.variants import ELEMENTS, Variant
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One kernel.
-
-    Attributes:
-        op: which.
-        fmt: the format written; of a plain sum, that of the contributions.
-        dtype: of the leaf, or of the sum.
-        stochastic: rounding.
-        residual: whether it is written too.
-        slices: whether the leaf is cut into slices for 4 x 2 destinations.
-        source: format of the contributions to a sum.
-        count: contributions.
-    """
-
-    op: Literal["quantize", "sum", "sum_quantize"]
-    fmt: BlockFormat
-    dtype: str = "bfloat16"
-    stochastic: bool = False
-    residual: bool = False
-    slices: bool = False
-    source: Any = None
-    count: int = 0
-
-    def __str__(self) -> str:
-        extra = "".join(c for c, on in zip("srd", (self.stochastic, self.residual, self.slices), strict=True) if on)
-        source = f"{self.count}x{described(self.source)}-" if self.source else ""
-        return f"{self.op}-{source}{described(self.fmt)}-{self.dtype}{extra}"
-
-    @property
-    def leaf(self) -> tuple[int, int]:
-        """Shape of what is quantised."""
-        return 1024, ELEMENTS // 1024
-
-    def function_and_shapes(self) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        """The op as a function of arrays, and their shapes."""
-        how: dict[str, Any] = {"rounding": "stochastic", "seed": 3} if self.stochastic else {}
-        if self.op != "sum":
-            how |= {**self.fmt.keywords(), "with_residual": self.residual}
-        how["implementation"] = "mosaic_gpu"
-        if self.op == "quantize":
-            cut = functools.partial(quantizing.quantize_slices, dim=0, num_slices=(4, 2))
-            op = cut if self.slices else quantizing.quantize
-            return functools.partial(op, **how), [jax.ShapeDtypeStruct(self.leaf, jnp.dtype(self.dtype))]
-        cut = functools.partial(quantizing.quantize_slices, dim=0, num_slices=self.count, implementation="xla")
-        whole = jax.ShapeDtypeStruct((self.count, ELEMENTS), jnp.float32)
-        arrays, tree = jax.tree.flatten(jax.eval_shape(functools.partial(cut, **self.source.keywords()), whole))
-        if self.op == "sum":
-            reduced: Any = functools.partial(dequantizing.dequantize_sum, dtype=self.dtype)
-        else:
-            reduced = dequantizing.dequantize_sum_quantize
-        return lambda *arrays: reduced(jax.tree.unflatten(tree, arrays), **how), arrays
-
-    def plan(self) -> Plan:
-        """The kernel's plan."""
-        shape, lead = (1, ELEMENTS), (self.count,)
-        if self.op == "quantize":
-            cut = (0, (4, 2)) if self.slices else (None, ())
-            return mosaic_gpu.plan_quantize(self.leaf, self.dtype, *cut, self.fmt, self.stochastic, self.residual)
-        if self.op == "sum":
-            return mosaic_gpu.plan_sum(lead, shape, self.source, jnp.dtype(self.dtype), 1.0)
-        return mosaic_gpu.plan_sum_quantize(
-            lead, shape, self.source, self.fmt, 1.0, self.stochastic, None, self.residual
-        )
-
-    @property
-    def bytes_read(self) -> float:
-        """Per element: every input byte once."""
-        return self.count * self.source.bits_per_element / 8 if self.source else jnp.dtype(self.dtype).itemsize
-
-    @property
-    def ideal_bytes(self) -> float:
-        """Per element: every input byte read once, every output byte written once."""
-        width = jnp.dtype(self.dtype).itemsize
-        written = width if self.op == "sum" else self.fmt.bits_per_element / 8
-        return self.bytes_read + written + self.residual * (4 if self.source else width)
-
-    def compile(self, gpu: str) -> tuple[Any, list[sass.KernelCode]]:
-        """The compiled program, and its kernels' code: none for a kernel that the process compiled before."""
-        function, shapes = self.function_and_shapes()
-        programs = self.plan().programs
-        with sass.dumping() as place:
-            compiled = absent_gpu.compile_for(function, shapes, gpu)
-            return compiled, sass.read(place, programs.trips if programs else 1)
-
-
-def described(fmt: BlockFormat) -> str:
-    """Bits/block, i or e for the levels, t for tile scales, h for a rotation.
-
-    >>> described(BlockFormat(bits=4, block_size=32, scale_dtype="float8_e4m3fn", rotate=32))
-    '4/32ith32'
-    """
-    return f"{fmt.bits}/{fmt.block_size}{fmt.levels[0]}{'t' * fmt.tiled}{f'h{fmt.rotate}' if fmt.rotate else ''}"
-
-
-def formats() -> Iterator[BlockFormat]:
+def formats() -> Iterator[QuantFormat]:
     """Every format there is."""
-    levels: tuple[tuple[int, Levels], ...] = ((8, "integer"), (4, "integer"), (4, "e2m1"))
+    levels = ((8, "integer"), (4, "integer"), (4, "e2m1"))
     sizes = [2**n for n in range(4, 12)]
     for (bits, kind), size, scale, rotate in itertools.product(
         levels, sizes, ("bfloat16", "float8_e4m3fn"), (None, 32, 64)
     ):
         if (size <= TILE or scale == "bfloat16") and (rotate or 0) <= size:
-            yield BlockFormat(bits=bits, block_size=size, scale_dtype=scale, levels=kind, rotate=rotate)
+            yield QuantFormat(bits, size, scale, kind, rotate)
 
 
 def variants(op: str) -> Iterator[Variant]:
@@ -173,7 +69,7 @@ def cost(variant: Variant, code: sass.KernelCode, gpu: str) -> Cost:
     instructions, moved = code.instructions_per_element(programs), code.bytes_moved(programs)
     if instructions is None or moved is None:
         raise RuntimeError(sass.disassembler_missing())
-    memory, issue = sass.bound(absent_gpu.GPUS[gpu], variant.ideal_bytes, instructions)
+    memory, issue = sass.bound(gpus.TARGETS[gpu], variant.ideal_bytes, instructions)
     in_flight = code.resident_programs * programs.elements * variant.bytes_read
     ratio = moved / (variant.ideal_bytes * ELEMENTS)
     return Cost(code.registers, code.spill_bytes, ratio, issue / memory, in_flight)
@@ -183,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a row a variant, then the worst of each column."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.survey", description=__doc__)
     parser.add_argument("--op", choices=["quantize", "sum", "sum_quantize"], default="quantize")
-    parser.add_argument("--gpu", choices=absent_gpu.GPUS, default="h100")
+    parser.add_argument("--gpu", choices=gpus.TARGETS, default="h100")
     parser.add_argument("--only", default="", help="variants whose name has this text in it")
     options = parser.parse_args(arguments)
     if missing := absent_gpu.plugin_missing() or sass.disassembler_missing():
@@ -191,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not absent_gpu.has_nvidia_gpu():
         jax.config.update("jax_platforms", "cpu")
     columns = "registers, spilled bytes, moved / ideal bytes, issue / memory time, KiB in flight"
-    print(f"jax {jax.__version__}, {absent_gpu.GPUS[options.gpu].name} (absent): {columns}")
+    print(f"jax {jax.__version__}, {gpus.TARGETS[options.gpu].name} (absent): {columns}")
     costs = []
     for variant in variants(options.op):
         if options.only not in str(variant):

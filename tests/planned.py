@@ -1,4 +1,4 @@
-"""A small subject for plans: few operations, so that it compiles fast."""
+"""A small workload for plans: few operations, so that it compiles fast."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import zerojax
 
 
-def stack_subject(layers=4, width=512):
+def stack_workload(layers=4, width=512):
     """Two matrices a layer, scanned and recomputed: few operations, so that it compiles fast."""
 
     def loss(params, x):
@@ -25,4 +25,4 @@ def stack_subject(layers=4, width=512):
 
 
 def plan_stack(*, layers=4, width=512, **options):
-    return zerojax.plan(*stack_subject(layers, width), **{"examples_per_device": 1, **options})
+    return zerojax.plan(*stack_workload(layers, width), **{"examples_per_device": 1, **options})

@@ -43,7 +43,6 @@ def as_gathered(leaf: jax.Array, placement: Placement, fmt: QuantFormat) -> jax.
     if not placement.is_quantized:
         return leaf
     q = pallas_kernels.quantize_slices(
-        pad(leaf, placement), dim=placement.dim or 0, num_slices=placement.num_shards, bits=fmt.bits,
-        block_size=fmt.block_size, scale_dtype=fmt.scale_dtype, levels=fmt.levels, rotate=fmt.rotate,  # type: ignore[arg-type]
-    )  # fmt: skip
+        pad(leaf, placement), fmt, dim=placement.dim or 0, num_slices=placement.num_shards
+    )
     return unpad(pallas_kernels.dequantize(q, merge_dim=placement.dim), placement)

@@ -17,13 +17,14 @@ MOST_LINES = 400
 # root: the configuration and what differs between JAX versions.
 FOLDERS: dict[str, tuple[str, set[str]]] = {
     "": ("configuration, JAX versions", set()),
-    "layout": ("where leaves live", {""}),
+    "hosts": ("processes agree", {""}),
+    "layout": ("where leaves live", {"", "hosts"}),
     "collectives": ("how leaves move", {"", "layout"}),
     "gather": ("gather on use", {"", "layout", "collectives"}),
-    "gradients": ("loss to gradients", {"", "layout", "collectives", "gather"}),
-    "optimizer": ("optax on shards", {"", "layout"}),
-    "training": ("step and state", {"", "layout", "gradients", "optimizer"}),
-    "checkpoints": ("state on disk", {"", "layout", "gradients", "optimizer", "training"}),
+    "gradients": ("loss to gradients", {"", "hosts", "layout", "collectives", "gather"}),
+    "optimizer": ("optax on shards", {"", "hosts", "layout", "collectives"}),
+    "training": ("step and state", {"", "hosts", "layout", "gradients", "optimizer"}),
+    "checkpoints": ("state on disk", {"", "hosts", "layout", "gradients", "optimizer", "training"}),
     "hlo": ("reads compiled programs", set()),
 }
 FOLDERS["planner"] = ("predicts a step", FOLDERS.keys() - {"checkpoints"})
@@ -119,12 +120,14 @@ def test_kernels_know_nothing_of_zerojax():
 
 
 def test_only_what_sends_or_stores_blocks_imports_the_kernels():
-    # Blocks are sent by the collectives and stored by the moments; no other module knows that they exist.
+    # Blocks are sent by the collectives and stored by the moments, and a configuration names their formats; the planner
+    # reads the kernels' table of GPUs and, on a GPU, what was found of them; no other module knows that they exist.
     def uses(path: Path) -> bool:
         return any("pallas" in name for name in imported_modules(path))
 
     users = {str(path.relative_to(ROOT / "zerojax")) for path in sources("zerojax") if uses(path)}
-    assert users == {"collectives/quantized.py", "optimizer/moments.py"}
+    planner = {"planner/gpus.py", "planner/doctor.py"}
+    assert users == {"config.py", "collectives/quantized.py", "optimizer/moments.py"} | planner
 
 
 def test_only_compat_decides_by_the_version_of_jax():

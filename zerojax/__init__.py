@@ -1,10 +1,14 @@
 """zerojax: ZeRO stages 0-3 for any JAX model and any optax optimizer."""
 
+from zerojax.checkpoints.export import export
+from zerojax.checkpoints.manager import CheckpointManager
 from zerojax.checkpoints.saving import restore, save
 from zerojax.config import QuantFormat, ZeroConfig
-from zerojax.gather.evaluate import GatherWarning
+from zerojax.gather.equation import GatherWarning
 from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
+from zerojax.hlo.program import expect_collectives, read_program
+from zerojax.hosts.start import distributed
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import make_mesh
 from zerojax.layout.notices import ZeroNotice
@@ -14,7 +18,9 @@ from zerojax.layout.simulated import simulate_devices
 from zerojax.optimizer.moments import low_precision_adamw, scale_by_low_precision_adam
 from zerojax.optimizer.zero import ZeroState, zero
 from zerojax.planner.plan import plan
-from zerojax.training.loss_scaling import DynamicScale, LossScale
+from zerojax.planner.traffic import predict_traffic
+from zerojax.training.compiler_options import compiler_options
+from zerojax.training.loss_scaling import DynamicScale, LossScaleState
 from zerojax.training.nonfinite import NonFinite, NonFiniteError
 from zerojax.training.remat import checkpoint
 from zerojax.training.state import TrainState
@@ -22,11 +28,15 @@ from zerojax.training.step import make_train_step
 
 __version__ = "0.1.0"
 
+LossScale = LossScaleState  # the name it had before
+
 __all__ = [
+    "CheckpointManager",
     "DynamicScale",
     "GatherWarning",
     "Layout",
     "LossScale",
+    "LossScaleState",
     "NonFinite",
     "NonFiniteError",
     "Placement",
@@ -37,12 +47,18 @@ __all__ = [
     "ZeroState",
     "apply",
     "checkpoint",
+    "compiler_options",
+    "distributed",
+    "expect_collectives",
+    "export",
     "init_feedback",
     "low_precision_adamw",
     "make_mesh",
     "make_train_step",
     "partition",
     "plan",
+    "predict_traffic",
+    "read_program",
     "restore",
     "save",
     "scale_by_low_precision_adam",

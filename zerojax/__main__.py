@@ -1,8 +1,17 @@
-"""`python -m zerojax`: the command `zerojax`, for where the script is not on the path."""
+"""The command `zerojax`, also as `python -m zerojax`: `export` is of checkpoints, all else of the planner."""
 
 import sys
 
-from zerojax.planner.cli import main
+from zerojax.checkpoints import export
+from zerojax.planner import cli
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    if sys.argv[1:2] == ["export"]:
+        return export.main(sys.argv[2:])
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

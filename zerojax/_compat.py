@@ -8,7 +8,7 @@ Differences are recognised by what an object offers, not by a version number, so
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
+# Equations that only call a jaxpr, under all names that they had.
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
@@ -24,6 +26,21 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     consts = list(getattr(jaxpr, "consts", ()))
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return inner, consts
+
+
+def called_jaxpr(eqn: Any) -> Any:
+    """The jaxpr that takes the inputs of an equation as they are: of a call, a checkpoint or a custom rule."""
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    return next(eqn.params[name] for name in names if name in eqn.params)
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs, open, among the parameters of an equation: what it calls, its branches, the bodies of its loops."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            inner, _ = open_jaxpr(part)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
@@ -34,16 +51,20 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs one equation on new inputs, under the context (compute type, metadata) it was traced in."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
+def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Runs one equation on new inputs, under the context (compute type, metadata) it was traced in.
+
+    Args:
+        eqn: the equation.
+        args: its inputs.
+        params: its parameters; None: as it was traced.
+    """
+    bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     if isinstance(bound, tuple):  # releases before 0.10 return (subfuns, params)
-        subfuns, params = bound
+        subfuns, bound = bound
         args = [*subfuns, *args]
-    else:
-        params = bound
     with name_stack_of(eqn), eqn.ctx.manager:
-        out = eqn.primitive.bind(*args, **params)
+        out = eqn.primitive.bind(*args, **bound)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -58,9 +79,61 @@ def name_stack_of(eqn: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
+def custom_vjp_rule(eqn: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The user's rule of a `custom_vjp` equation, on flat lists of arrays.
+
+    Returns:
+        (forward, backward). forward: inputs -> (outputs, residuals that are no inputs as they came, and for each
+        residual the number of the input that it is, or None). backward: (all residuals, cotangents of the outputs) ->
+        cotangents of the inputs, None for zero.
+    """
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    _, fwd, bwd = bound["subfuns"]
+
+    def forward(primals: Sequence[Any]) -> tuple[list[Any], list[Any], list[int | None]]:
+        consts = eqn.params["num_consts"]
+        perturbed = [i >= consts and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for i, x in enumerate(primals)]
+        out = fwd.call_wrapped(*(part for pair in zip(primals, perturbed, strict=True) for part in pair))
+        _, residual_tree, forwarded = eqn.params["out_trees"]()
+        count = residual_tree.num_leaves - sum(number is not None for number in forwarded)
+        return list(out[count:]), list(out[:count]), list(forwarded)
+
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        found = bwd.call_wrapped(*residuals, *cotangents)
+        if isinstance(found, tuple):  # since 0.12 with what the rule logs
+            found, _ = found
+        return [x if hasattr(x, "shape") else None for x in found]
+
+    return forward, backward
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that `shard_map` has split this part of the program over."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def acts_on_the_world(eqn: Any) -> bool:
+    """Whether an equation does more than compute its outputs: it reads or writes a reference, or calls the host."""
+    # A collective has an effect that names its axis, and only computes.
+    effects = [e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"]
+    refers = any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars))
+    return bool(effects) or refers or eqn.primitive.name.endswith("callback")
+
+
 def is_traced(x: Any) -> bool:
     """Whether `x` stands for a value that is not known while the program is traced."""
     return isinstance(x, Tracer)
+
+
+def is_eager(values: Sequence[Any]) -> bool:
+    """Whether a call on these values is made outside of every trace, and compilation is not turned off."""
+    if getattr(jax.config, "jax_disable_jit", False) or any(map(is_traced, values)):
+        return False
+    try:
+        from jax._src.core import trace_state_clean
+    except ImportError:  # the long way is always right
+        return False
+    return trace_state_clean()
 
 
 def is_prng_key(x: Any) -> bool:
@@ -69,6 +142,40 @@ def is_prng_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def jax_line() -> tuple[int, int]:
+    """Major and minor version of JAX: compiler options have no object that could be asked whether it knows them.
+
+    >>> (0, 10) <= jax_line()
+    True
+    """
+    return jax.__version_info__[:2]
+
+
 def has_explicit_axes(mesh: jax.sharding.Mesh) -> bool:
     """Whether any axis of the mesh carries its sharding in the array type (explicit sharding)."""
     return any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types)
+
+
+def coordination_client() -> Any | None:
+    """The client of the job's coordination service (texts by key, time limits); None in a job of one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def versions() -> str:
+    """The versions of JAX and its compiler, for comparing processes."""
+    import jaxlib
+
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+
+
+def preemption_notice(client: Any, seconds: float) -> bool:
+    """Waits until any process of the job was sent SIGTERM, at most so long; whether one was."""
+    try:
+        client.blocking_key_value_get("RECEIVED_PREEMPTION_NOTICE", int(1000 * seconds))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise SystemExit from None  # the service is gone, and with it the job: ends the thread that waits
+    return True

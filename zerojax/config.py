@@ -3,7 +3,23 @@
 A configuration says *what* the user wants and checks only itself; what it means for a given leaf is decided once, in
 `zerojax.partition`. Stages are those of ZeRO (arXiv 1910.02054, section 5): 1 splits the optimizer state, 2 the
 gradients too, 3 the parameters too. The quantised techniques are those of ZeRO++ (arXiv 2306.10209, section 3): qwZ is
-`quantize_weights`, hpZ is `secondary`, qgZ is `quantize_gradients`. Knows nothing of meshes, arrays or optimizers.
+`quantize_weights`, hpZ is `secondary`, qgZ is `quantize_gradients`.
+
+What each is worth, for an 18B-parameter GPT (40 layers, d 6144, vocabulary 51200, bfloat16 compute, one example of 2048
+tokens on each GPU) on 48 x 8 H100: bytes that enter each node per step in units of M, the parameters in bfloat16, read
+from the steps compiled for those GPUs (`zerojax plan gpt:18b --compare`, JAX 0.10.2, 2026-11-29). A node already holds
+1/48 of M; the papers count full M and no scales.
+
+| | into each node | the papers | state on each GPU (GB) | in all, compiled (GB) |
+|---|---|---|---|---|
+| stage 0 | 1.958 | 2 | 295.2 | 298.5 |
+| stage 1 | 1.958 | 2 | 74.4 | 86.1 |
+| stage 2 | 1.958 | 2 | 37.6 | 74.4 |
+| stage 3 | 2.937 | 3 | 0.77 | 5.4 |
+| + int8 gathers | 1.966 | 2 | 0.77 | 5.4 |
+| + secondary partition | 1.958 | 2 | 5.38 | 10.2 |
+| + quantised gradients | 2.219 | 2.25 | 0.77 | 5.3 |
+| all three | 0.755 | 0.75 | 3.09 | 7.6 |
 """
 
 from __future__ import annotations
@@ -13,53 +29,14 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from pallas_kernels import QuantFormat
+
 Stage = Literal[0, 1, 2, 3]
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantFormat:
-    """How one element travels: bits, elements per scale, dtype of the scale, and the levels.
-
-    Attributes:
-        bits: 8 or 4.
-        block_size: elements that share a scale, a power of two from 16 to 2048.
-        scale_dtype: "bfloat16", or "float8_e4m3fn" under one bfloat16 scale per 1024 elements.
-        levels: "integer", or "e2m1" (4-bit floating point) with 4 bits.
-        rotate: width of a Hadamard rotation of the elements before quantising (32 or 64), or None.
-
-    Raises:
-        ValueError: a field is out of its range; the message names it.
-
-    >>> QuantFormat(4, 32, "float8_e4m3fn")
-    QuantFormat(bits=4, block_size=32, scale_dtype='float8_e4m3fn', levels='integer', rotate=None)
-    """
-
-    bits: int = 8
-    block_size: int = 128
-    scale_dtype: str = "bfloat16"
-    levels: str = "integer"
-    rotate: int | None = None
-
-    def __post_init__(self) -> None:
-        size, wide = self.block_size, self.scale_dtype == "bfloat16"
-        powers = isinstance(size, int) and 16 <= size <= 2048 and not size & (size - 1)
-        faults = {
-            "bits must be 8 or 4": self.bits not in (8, 4),
-            "block_size must be a power of two from 16 to 2048": not powers,
-            "scale_dtype must be 'bfloat16' or 'float8_e4m3fn'": not wide and self.scale_dtype != "float8_e4m3fn",
-            "float8_e4m3fn scales need a block_size of at most 1024": powers and not wide and size > 1024,
-            "levels must be 'integer', or 'e2m1' with 4 bits": self.levels != "integer"
-            and (self.levels, self.bits) != ("e2m1", 4),
-            "rotate must be None, 32 or 64, and divide block_size": self.rotate is not None
-            and (self.rotate not in (32, 64) or not powers or size % self.rotate != 0),
-        }
-        if found := [text for text, fault in faults.items() if fault]:
-            raise ValueError(f"{self}: {'; '.join(found)}")
 
 
 # Weights: a block is large because its elements are alike in size and the scale is overhead. Gradients: int8 on the
 # fast network; between nodes 4 bits in blocks of 32 with float8 scales, so that no coordinate with small gradients
-# shares a scale with many large ones (the README has the measurement that chose it).
+# shares a scale with many large ones (examples/gradient_error.py has the measurement that chose it).
 WEIGHT_FORMATS = {"int8": QuantFormat(8, 256), "int4": QuantFormat(4, 64, rotate=32)}
 GRADIENT_FORMATS = {"int8": QuantFormat(8, 128), "int4": QuantFormat(4, 32, "float8_e4m3fn")}
 
@@ -88,6 +65,12 @@ class ZeroConfig:
         rounding: "nearest" or "stochastic", of gradients.
         error_feedback: carry what the quantisation between nodes lost into the next step.
         min_quantize_size: leaves with fewer elements, and all of one dim, travel unquantised.
+        kernels: who quantises on GPUs: "auto" takes a Pallas kernel where its first use on the device shows that it has
+            the bits of XLA's program and is not slower, "always" where there is one, "never" leaves it to XLA. The
+            values are the same. The environment variable PALLAS_KERNELS says it for "auto".
+        prefetch_bytes: bytes of whole weights that may be gathered ahead of their use outside of loops (stage 3); the
+            next use's weights always may, however large. Memory then does not grow with the number of layers of an
+            unrolled model. None: the compiler decides, and holds more the more layers there are.
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
@@ -111,6 +94,8 @@ class ZeroConfig:
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False
     min_quantize_size: int = 2**14
+    kernels: Literal["auto", "always", "never"] = "auto"
+    prefetch_bytes: int | None = None
 
     @classmethod
     def zero_plus_plus(cls, **overrides: Any) -> ZeroConfig:
@@ -137,6 +122,9 @@ class ZeroConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"ZeroConfig({field}={value!r}): {field} is a number of elements, 0 or more")
+        window = self.prefetch_bytes
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
+            raise ValueError(f"ZeroConfig(prefetch_bytes={window!r}): None or a number of bytes (0 or more) is needed")
         for field in ("master_dtype", "grad_dtype"):
             object.__setattr__(self, field, _float_name(field, getattr(self, field)))
         self._check_techniques()
@@ -156,13 +144,19 @@ class ZeroConfig:
             one = _format("quantize_gradients", gradients, GRADIENT_FORMATS)
             pair = None if one is None else (one, one)
         object.__setattr__(self, "quantize_gradients", pair)
+        if self.kernels not in ("auto", "always", "never"):
+            raise ValueError(f"ZeroConfig(kernels={self.kernels!r}): kernels must be 'auto', 'always' or 'never'")
         no_effect = {
             "quantize_weights": self.quantize_weights and self.stage < 3 and "weights are gathered only at stage 3",
             "secondary": self.secondary and (
                 (self.stage < 3 and "weights are gathered only at stage 3")
                 or (len(self.axes) < 2 and "a secondary partition needs two axes, ('node', 'local')")),
-            "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces whole gradients; use stage 1 to 3",
+            "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces full gradients; use stage 1 to 3",
+            "prefetch_bytes": self.prefetch_bytes is not None and self.stage < 3
+                and "weights are gathered only at stage 3",
             "rounding": self.rounding != "nearest" and not pair and "it applies to quantize_gradients, which is None",
+            "kernels": self.kernels != "auto" and not pair and not self.quantize_weights
+                and "they quantise, and neither quantize_weights nor quantize_gradients is given",
             "error_feedback": self.error_feedback and (
                 (not pair and "it applies to quantize_gradients, which is None")
                 or (len(self.axes) < 2 and "it applies to the hop between nodes, and there is one axis")),

@@ -2,7 +2,7 @@
 
 The values of a chunk arrive as parts, float32 ``[outer, *middle, part_cols]``: one part (8 bits), or the two halves of
 every block (4 bits), so that packing two levels into a byte needs no move across lanes. Same arithmetic and same
-order as `reference`, hence the same bits. Knows nothing of where the values came from.
+order as `reference`, hence the same bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import _compat, numerics, scale_rounding
-from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.bits import bits_of, float_of
-from pallas_kernels.mosaic import registers as mosaic_registers
+from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
 from pallas_kernels.mosaic.rotate import Stage, rotate_parts, stages
 
 
-def num_parts(fmt: BlockFormat, stochastic: bool) -> int:
+def num_parts(fmt: QuantFormat, stochastic: bool) -> int:
     """Parts a block is held in: its halves where they share a byte or a random number, else the whole."""
     return 2 if fmt.bits == 4 or stochastic else 1
 
@@ -49,7 +49,7 @@ class Chunk:
         num_parts: pieces a block is held in, see `num_parts`.
     """
 
-    fmt: BlockFormat
+    fmt: QuantFormat
     dims: tuple[int, ...]
     vec: int
     strides: tuple[int, ...]
@@ -74,7 +74,7 @@ class Chunk:
         self,
         parts: list[jax.Array],
         interpret: bool,
-        source: BlockFormat | None = None,
+        source: QuantFormat | None = None,
         factor: float = 1.0,
         unit: float = 1.0,
         before_addition: bool = True,
@@ -84,13 +84,13 @@ class Chunk:
         assert plan is not None, "make_chunk keeps rotations within warps"
         return rotate_parts(parts, self.part_dims, self.vec, plan, factor, interpret, unit, before_addition)
 
-    def sharing(self, fmt: BlockFormat, row_dims: int) -> dict[int, int]:
+    def sharing(self, fmt: QuantFormat, row_dims: int) -> dict[int, int]:
         """Lanes that hold the same scale, by its bytes; a block of ``fmt`` is one row of the first dims."""
         _, lanes = split_threads(self.part_dims, self.vec)
         block, tile = math.prod(lanes[row_dims:]), math.prod(lanes[1:])
         return {1: block, 2: tile} if fmt.tiled else {2: block}
 
-    def stages(self, source: BlockFormat) -> tuple[Stage, ...] | None:
+    def stages(self, source: QuantFormat) -> tuple[Stage, ...] | None:
         """The stages of the rotation of a format, none without one; None if they would cross warps."""
         if source.rotate is None:
             return ()
@@ -98,7 +98,7 @@ class Chunk:
 
 
 def make_chunk(
-    fmt: BlockFormat, rows: int, inner: tuple[int, ...], vec: int, num_parts: int, elements: int, *rotated: BlockFormat
+    fmt: QuantFormat, rows: int, inner: tuple[int, ...], vec: int, num_parts: int, elements: int, *rotated: QuantFormat
 ) -> Chunk | None:
     """The share of one program, of about ``elements`` elements.
 
@@ -130,7 +130,7 @@ def make_chunk(
 STORED = ("qvalue", "scale", "tile_scale")
 
 
-def stored_types(fmt: BlockFormat, lead: tuple[int, ...], inner: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+def stored_types(fmt: QuantFormat, lead: tuple[int, ...], inner: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
     """What a kernel writes, by name: arrays ``[*lead, *inner]`` with one block, or the blocks of a tile, in ``inner``.
 
     float8 scales are written as their codes.
@@ -146,7 +146,7 @@ def stored_types(fmt: BlockFormat, lead: tuple[int, ...], inner: tuple[int, ...]
 
 
 def stored_arrays(
-    out: dict[str, jax.Array], fmt: BlockFormat, lead: tuple[int, ...], rows: int, inner: tuple[int, ...]
+    out: dict[str, jax.Array], fmt: QuantFormat, lead: tuple[int, ...], rows: int, inner: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The record's arrays from what a kernel wrote; ``rows`` of ``inner`` make one slice."""
     blocks = (*lead, rows * math.prod(inner[:-1]))
@@ -212,7 +212,7 @@ def scales(
         largest_needed = jnp.max(largest_needed, axis=axis)
     tile = scale_rounding.round_tile_scale(largest_needed, fmt.qmax)
     wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
-    inverse = mosaic_registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
+    inverse = registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
     inverse = spread(scale_rounding.tile_inverse(inverse), chunk.dims[:-1], chunk.row_layout)
     code = scale_rounding.e4m3_code(needed, inverse, magnitude)
     value = jnp.where(finite, scale_rounding.e4m3_value(code), np.float32(1.0))
@@ -243,7 +243,7 @@ def store_quantized(
     """
     fmt, target = chunk.fmt, chunk.part_layout
     magnitude, effective, mask, stored, tile = scales(parts, chunk, unit, interpret)
-    inverse = mosaic_registers.reciprocal(effective, chunk.row_layout, interpret)
+    inverse = registers.reciprocal(effective, chunk.row_layout, interpret)
     inverse = scale_rounding.inverse_scale(inverse, effective, magnitude, fmt, hashed_seed is not None)
     inverse = spread(inverse * np.float32(1 / unit), chunk.part_dims, target)
     keep = spread(mask, chunk.part_dims, target)
@@ -260,7 +260,7 @@ def store_quantized(
     mask_bytes = fmt.bits == 4 and not interpret
     for i, part in enumerate(parts):
         if mask_bytes:
-            y = mosaic_registers.product(part, inverse, target)
+            y = registers.product(part, inverse, target)
         else:
             y = float_of(bits_of(part * inverse) & keep)
         # A part is kept for its residual, and y need not be.

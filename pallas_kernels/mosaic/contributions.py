@@ -2,7 +2,7 @@
 
 A program walks over the contributions in index order, a few per loop step so that their loads overlap while the
 registers stay few. Levels come out of a logic instruction and an exact subtraction, and level x scale is exact, so the
-sum has the reference's bits. Knows nothing of what becomes of the sum.
+sum has the reference's bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import _compat, numerics, scale_rounding
-from pallas_kernels.array import BlockFormat
+from pallas_kernels.array import QuantFormat
 from pallas_kernels.backend import Programs
 from pallas_kernels.mosaic.blocks import Chunk, cut
 from pallas_kernels.mosaic.layout import reduced, spread
@@ -43,7 +43,7 @@ class Sum:
     count: int
     rows: int
     split: tuple[int, ...]
-    source: BlockFormat
+    source: QuantFormat
     chunk: Chunk
     factor: float
     clamp: bool = False

@@ -3,7 +3,7 @@
 A program (four warps) works on a chunk ``[outer, *middle, cols]`` whose reductions run over ``cols`` (one block) and
 sometimes ``middle`` (one tile). Lanes fill ``cols`` first, with ``vec`` consecutive elements (16 bytes) each, then
 ``middle``, then ``outer``; warps divide ``outer`` first, so that reductions leave a warp only where one row is all
-there is. Knows nothing of quantisation.
+there is.
 """
 
 from __future__ import annotations

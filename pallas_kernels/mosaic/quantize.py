@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import _compat, numerics
-from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.backend import Plan, Programs
 from pallas_kernels.mosaic.blocks import (
     STORED,
@@ -39,7 +39,7 @@ ELEMENTS = 4096
 """Elements of one program at most: 32 a thread."""
 
 
-def _elements(fmt: BlockFormat, stochastic: bool, with_residual: bool) -> int:
+def _elements(fmt: QuantFormat, stochastic: bool, with_residual: bool) -> int:
     """Elements of one program.
 
     Half where the arithmetic would take more than 64 registers a thread; but whole where what every thread does once,
@@ -84,7 +84,7 @@ def plan(
     dtype: Any,
     dim: int | None,
     lead: tuple[int, ...],
-    fmt: BlockFormat,
+    fmt: QuantFormat,
     stochastic: bool,
     with_residual: bool,
 ) -> Plan:

@@ -1,7 +1,7 @@
 """The Hadamard rotation inside a kernel: the reference's butterflies, over registers and, between lanes, by exchange.
 
 A thread holds vectors of consecutive elements, and its registers are the higher bits of an element's index (see
-`mosaic_layout`). A stage pairs elements whose indices differ in one bit: inside a vector, between registers or between
+`layout`). A stage pairs elements whose indices differ in one bit: inside a vector, between registers or between
 the two halves of a block it is an addition and a subtraction; between lanes each sends its value to the other. Stages
 run in the reference's order, so the bits are the reference's. One network is written once: compiled it works on
 registers, interpreted on arrays cut into the same 128 threads.

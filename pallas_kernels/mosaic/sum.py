@@ -1,7 +1,7 @@
 """The sum kernels: dequantise every contribution, add in float32, and write the sum or quantise it again.
 
-A program owns a chunk of elements, adds up its contributions (`mosaic_contributions`), rotates the sum once where a
-format rotates, and writes or quantises it. Knows nothing of where the contributions came from.
+A program owns a chunk of elements, adds up its contributions (`contributions`), rotates the sum once where a
+format rotates, and writes or quantises it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import _compat, numerics
-from pallas_kernels.array import TILE, BlockFormat
+from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.backend import Plan
 from pallas_kernels.mosaic.blocks import (
     STORED,
@@ -42,7 +42,7 @@ scarce (8 contributions of int4 on an H100: 0.29 clocks per element to issue, 0.
 
 
 def plan_sum(
-    lead: tuple[int, ...], shape: tuple[int, ...], source: BlockFormat, dtype: Any, factor: float, clamp: bool = False
+    lead: tuple[int, ...], shape: tuple[int, ...], source: QuantFormat, dtype: Any, factor: float, clamp: bool = False
 ) -> Plan:
     """The kernel for one call of `dequantize_sum`, or the reasons why there is none.
 
@@ -65,8 +65,8 @@ def plan_sum(
 def plan_sum_quantize(
     lead: tuple[int, ...],
     shape: tuple[int, ...],
-    source: BlockFormat,
-    fmt: BlockFormat,
+    source: QuantFormat,
+    fmt: QuantFormat,
     factor: float,
     stochastic: bool,
     addend_dtype: Any,
@@ -96,8 +96,8 @@ def plan_sum_quantize(
 def _describe(
     lead: tuple[int, ...],
     size: int,
-    source: BlockFormat,
-    fmt: BlockFormat,
+    source: QuantFormat,
+    fmt: QuantFormat,
     parts: int,
     vec: int,
     elements: int,

@@ -313,20 +313,32 @@ def test_one_message_carries_levels_and_scales_of_each_hop():
 
 
 @pytest.mark.parametrize("formats", ["default", "int8"])
-def test_kernels_send_levels_and_scales_apart_with_the_same_sums(formats, rng):
+def test_messages_follow_from_sizes_not_from_who_writes_them_and_carry_the_same_values(formats, rng, monkeypatch):
     mesh = make_mesh(2, 4)
     placement = placed((48, 80), mesh)
     pair = FORMATS.get(formats, (INT8, INT8))
     grads = [rng.normal(size=(8, 48, 80)).astype(np.float32)]
-    together = reductions(mesh, [placement], pair)(grads)
+    leaves = [padded(rng.normal(size=(48, 80)).astype(np.float32), placement)]
+
+    def moved():
+        """Collectives traced, and values: of a reduction, and of a gather at once and by way of a secondary."""
+        reduce, gather = reductions(mesh, [placement], pair), gathers(mesh, [placement], pair[1])
+        programs = [str(jax.make_jaxpr(fn.__wrapped__)(x)) for fn, x in ((reduce, grads), (gather, leaves))]
+        counts = programs[0].count("all_to_all["), programs[1].count("all_gather[")
+        return counts, [np.asarray(x) for x in jax.tree.leaves((reduce(grads), gather(leaves)))]
+
+    counts, together = moved()
+    assert counts == (2, 4)
     before = pallas_kernels.prefer_kernels()
     try:
-        fn = reductions(mesh, [placement], pair)  # lowered for a CPU, where the reference runs
-        assert str(jax.make_jaxpr(fn.__wrapped__)(grads)).count("all_to_all[") == 4
-        apart = fn(grads)
+        assert moved()[0] == (2, 4)
     finally:
         pallas_kernels.prefer_kernels(before)
-    np.testing.assert_array_equal(together[0], apart[0])
+    monkeypatch.setattr(pallas_kernels.message, "APART_FROM", 0)
+    counts, apart = moved()
+    assert counts == (4, 8)
+    for one, other in zip(together, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("shape", [(2048,), (2305,)])

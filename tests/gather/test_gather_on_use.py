@@ -1,7 +1,7 @@
 """The evaluator: any program over stored parameters has the values and gradients it has over whole ones.
 
 The oracle is `jax.value_and_grad` on one device of the mean over the devices' parts of the batch. Every program stands
-for a primitive or a manner of using a weight. What must be true of the way there (how often, in which dtype and where
+for a primitive or a way of using a weight. What must be true of the way there (how often, in which dtype and where
 a leaf is gathered and reduced) is read from the jaxpr, which is the same on every backend.
 """
 
@@ -16,6 +16,7 @@ import models
 import numpy as np
 import pytest
 from jax import lax
+from tolerances import BFLOAT16_OF_4, FLOAT32
 from weight_programs import (
     DEVICES,
     MESH,
@@ -36,11 +37,6 @@ from weight_programs import (
 )
 
 import zerojax
-
-# Programs that round to bfloat16 (unit roundoff 2^-9) sum gradients of 4 devices in it: 5 roundings.
-NARROW = 5 * 2.0**-9
-# As in test_oracle: another order of float32 sums over few elements.
-FLOAT32 = 1e-5
 
 # At stage 2 weights are whole and only the way of the gradient differs.
 STAGE_TWO = (
@@ -93,7 +89,7 @@ def test_program_on_stored_parameters_equals_the_program_on_whole_ones(name, sta
     for result in (got, want):
         if isinstance(result, Exception):
             raise result
-    tolerance = NARROW if narrow(name) else FLOAT32
+    tolerance = BFLOAT16_OF_4 if narrow(name) else FLOAT32
     np.testing.assert_allclose(got[0], want[0], rtol=tolerance, atol=tolerance)
     assert models.largest_error(got[1], want[1]) < tolerance
 

@@ -1,4 +1,4 @@
-"""Programs that use weights in every manner: what the tests of the evaluator run on stored and on whole parameters."""
+"""Programs that use weights in every way: what the tests of the evaluator run on stored and on full parameters."""
 
 from typing import Any
 
@@ -156,7 +156,7 @@ def stack_scanned_and_used_whole(p, x):
 
 @program
 def stack_reshaped_before_the_loop(p, x):
-    return mean(layers(x, p["s"].reshape(3, 16, 12).reshape(3, 12, 16), p["t"]))
+    return mean(layers(x, p["s"].reshape(36, 16).reshape(3, 12, 16), p["t"]))
 
 
 @program

@@ -1,4 +1,4 @@
-"""The whole step compiled for H100 nodes that are not there: what it sends, where, in which dtype, and what it holds.
+"""The whole step compiled ahead of time for H100 nodes: what it sends, where, in which dtype, and what it holds.
 
 The program is the one a cluster would run: dtype on the wire, loops, donated bytes and temporary memory are the
 compiler's own. The model has one stack of layers with four large leaves, a tied embedding and a norm scale. M is the
@@ -21,6 +21,7 @@ from zerojax.hlo.program import CompiledProgram, expect_collectives, read_progra
 from zerojax.planner.gpus import absent_mesh
 
 pytestmark = pytest.mark.needs_cuda_plugin
+AOT = pytest.mark.aot
 
 # 384 devices divide the width; no two leaves that are told apart by their bytes have the same.
 LAYERS, WIDTH, TOKENS, LENGTH = 6, 1152, 6144, 512
@@ -65,23 +66,39 @@ class Compiled(NamedTuple):
     state_bytes: int  # params and optimizer state of one device
 
 
-@functools.cache
-def compiled(
-    nodes=2, local=8, *, stage=3, remat=False, manner="zerojax", layers=LAYERS, width=WIDTH, delayed=True
-) -> Compiled:
-    """`manner`: "zerojax" gradients, "drop-in" (the user's jax.grad), "annotated" (and activations constrained).
+class Program(NamedTuple):
+    """What is compiled.
 
+    `by`: whose gradients: "zerojax", "drop-in" (the user's jax.grad), "annotated" (and activations constrained).
     `delayed`: whether the compiler may reduce a layer's gradients during the next layer's backward pass (its default).
     """
+
+    nodes: int = 2
+    local: int = 8
+    stage: int = 3
+    remat: bool = False
+    by: str = "zerojax"
+    layers: int = LAYERS
+    width: int = WIDTH
+    delayed: bool = True
+
+
+def compiled(*which, **more) -> Compiled:
+    return compiled_once(Program(*which, **more))
+
+
+@functools.cache
+def compiled_once(one: Program) -> Compiled:
+    nodes, local, stage, remat, by, layers, width, delayed = one
     mesh = absent_mesh("h100", nodes, local)
     layout = zerojax.partition(shapes(layers, width), mesh, zerojax.ZeroConfig(stage=stage))
     tx = zerojax.zero(optax.adamw(1e-3), layout)
     over_batch = NamedSharding(mesh, P(("node", "local")))
     options: dict[str, Any] = {"remat": remat}
-    if manner == "annotated":
+    if by == "annotated":
         options["constrain"] = lambda x: jax.lax.with_sharding_constraint(x, over_batch)
     loss = functools.partial(loss_fn, **options)
-    grad_fn = zerojax.value_and_grad(loss, layout) if manner == "zerojax" else jax.value_and_grad(loss)
+    grad_fn = zerojax.value_and_grad(loss, layout) if by == "zerojax" else jax.value_and_grad(loss)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
@@ -107,11 +124,11 @@ def model_bytes(layout) -> int:
     return sum(math.prod(p.shape) * 2 for p in layout.leaves)
 
 
-CLUSTERS = [(2, 8), (48, 8)]
+# Nodes, devices of each, and activation checkpointing; one of them is compiled in the first tier too.
+PROGRAMS = [(2, 8, True), *(pytest.param(*p, marks=AOT) for p in ((2, 8, False), (48, 8, True), (48, 8, False)))]
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize(("nodes", "local"), CLUSTERS)
+@pytest.mark.parametrize(("nodes", "local", "remat"), PROGRAMS)
 def test_stage_three_gathers_twice_and_reduces_once_per_layer_and_leaf(nodes, local, remat):
     program, layout, _ = compiled(nodes, local, remat=remat)
     wanted = sorted(layer_bytes(layout, name) for name in LARGE)
@@ -129,8 +146,7 @@ def test_stage_three_gathers_twice_and_reduces_once_per_layer_and_leaf(nodes, lo
             assert looped[size] >= times * (LAYERS - 1) * wanted.count(size), (kind, looped, program.traffic())
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize(("nodes", "local"), CLUSTERS)
+@pytest.mark.parametrize(("nodes", "local", "remat"), PROGRAMS)
 def test_stage_three_sends_weights_in_two_bytes_and_no_activation(nodes, local, remat):
     program, layout, _ = compiled(nodes, local, remat=remat)
     embed = math.prod(layout.placements["embed"].padded_shape) * 2
@@ -144,8 +160,7 @@ def test_stage_three_sends_weights_in_two_bytes_and_no_activation(nodes, local, 
             assert array.dtype in ("bf16", "u16"), one
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize(("nodes", "local"), CLUSTERS)
+@pytest.mark.parametrize(("nodes", "local", "remat"), PROGRAMS)
 def test_stage_three_volume_is_three_times_the_model(nodes, local, remat):
     program, layout, _ = compiled(nodes, local, remat=remat)
     size, n = model_bytes(layout), nodes * local
@@ -153,21 +168,22 @@ def test_stage_three_volume_is_three_times_the_model(nodes, local, remat):
     assert program.received_bytes() == pytest.approx(3 * size * (n - 1) / n, rel=0.02)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=AOT), pytest.param(2, marks=AOT), 3])
 def test_parameters_and_state_are_updated_in_place(stage):
-    program, _, held = compiled(stage=stage, manner="zerojax" if stage > 1 else "drop-in")
+    program, _, held = compiled(stage=stage, remat=stage == 3, by="zerojax" if stage > 1 else "drop-in")
     assert program.memory is not None
     # The compiler rounds every buffer up to whole words.
     assert program.memory.alias == pytest.approx(held, rel=1e-4)
 
 
+@AOT
 @pytest.mark.parametrize("remat", [False, True])
 def test_memory_does_not_grow_with_whole_weights_of_layers(remat):
     """Doubling the layers adds activations and shards, no layer's whole weight."""
     weight = 2 * 12 * WIDTH * WIDTH  # one layer in bfloat16
 
-    def growth(manner):
-        few, many = (compiled(remat=remat, layers=layers, manner=manner) for layers in (LAYERS, 2 * LAYERS))
+    def growth(by):
+        few, many = (compiled(remat=remat, layers=layers, by=by) for layers in (LAYERS, 2 * LAYERS))
         return (many.program.memory.temp - few.program.memory.temp) / LAYERS
 
     # What a layer leaves for the backward pass is for the compiler to say: the same as in its own partitioning.
@@ -178,6 +194,7 @@ def test_memory_does_not_grow_with_whole_weights_of_layers(remat):
         assert growth("zerojax") < residuals + shards + 0.1 * weight
 
 
+@AOT
 def test_memory_grows_with_the_width_as_shards_do():
     """At fixed activations per width, a layer's whole weight would grow with the square of the width."""
     def per_layer(width):
@@ -189,12 +206,14 @@ def test_memory_grows_with_the_width_as_shards_do():
     assert per_layer(2 * WIDTH) < 2 * per_layer(WIDTH) + 2 * shards + 0.1 * 2 * 12 * (2 * WIDTH) ** 2
 
 
+@AOT
 @pytest.mark.parametrize("remat", [False, True])
 def test_memory_is_not_above_that_of_the_annotated_version(remat):
-    ours, theirs = (compiled(remat=remat, manner=manner, delayed=False) for manner in ("zerojax", "annotated"))
+    ours, theirs = (compiled(remat=remat, by=by, delayed=False) for by in ("zerojax", "annotated"))
     assert ours.program.memory.temp <= 1.05 * theirs.program.memory.temp
 
 
+@AOT
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_delayed_reduction_holds_the_gradients_of_two_layers_at_most(remat):
     """Whatever the number of layers. The compiler trades it for overlap with the next layer's backward pass; it does
@@ -204,9 +223,9 @@ def test_a_delayed_reduction_holds_the_gradients_of_two_layers_at_most(remat):
         assert default.program.memory.temp - prompt.program.memory.temp < 2 * 2 * 12 * WIDTH * WIDTH
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=AOT), 2])
 def test_the_optimizer_alone_reduces_in_the_backward_loop_in_bfloat16(stage):
-    program, layout, _ = compiled(stage=stage, manner="drop-in")
+    program, layout, _ = compiled(stage=stage, by="drop-in")
     sent = program.select("reduce-scatter", in_loop=True, phase="backward", min_bytes=SIZEABLE)
     wanted = sorted(layer_bytes(layout, name) for name in LARGE)
     whole = sorted(array.num_bytes for one in sent for array in one.operands for _ in range(one.executions // LAYERS))
@@ -214,12 +233,16 @@ def test_the_optimizer_alone_reduces_in_the_backward_loop_in_bfloat16(stage):
     assert {array.dtype for one in sent for array in one.operands} == {"bf16"}
 
 
+@AOT
 def test_stage_two_gathers_no_weight_before_the_update():
     program, layout, _ = compiled(stage=2)
     assert not program.select("all-gather", in_loop=True)
     expect_collectives(program, "reduce-scatter", in_loop=True, min_bytes=SIZEABLE, only_dtypes=["bfloat16"])
     # Gradients in 2 bytes, updates in float32, since there is no master copy: M + 2M.
     assert program.received_bytes() == pytest.approx(3 * model_bytes(layout) * 15 / 16, rel=0.02)
+    # Updates are gathered between the nodes first, then inside them: no gather spans both axes.
+    sent = program.select("all-gather", min_bytes=SIZEABLE)
+    assert {one.axes for one in sent} == {("node",), ("local",)}, program.traffic()
 
 
 def test_tensor_parallel_weights_are_not_gathered_over_their_axis():

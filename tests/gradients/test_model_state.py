@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import read_program
 from zerojax.planner.gpus import absent_mesh
 
-FLOAT32 = 1e-5  # as in test_oracle
 PARAMS = {"first": jnp.linspace(-1, 1, 9 * 24).reshape(9, 24), "last": jnp.linspace(1, -1, 24 * 5).reshape(24, 5)}
 STATE = {"mean": jnp.zeros(24), "var": jnp.ones(24), "count": jnp.int32(0)}
 BATCH = models.dense_batches(1, 48)[0]
@@ -160,7 +160,7 @@ def test_tokens_are_the_sum_of_all_weights():
 
 
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.aot), 3])
 def test_metrics_clipping_and_skipping_send_nothing_but_scalars(stage):
     mesh = absent_mesh("h100", 2, 8)
     width, over_batch = 1024, NamedSharding(mesh, P(("node", "local")))
@@ -197,3 +197,18 @@ def test_metrics_clipping_and_skipping_send_nothing_but_scalars(stage):
     large, small = sent("float16", clip_norm=1.0, on_nonfinite="skip")
     assert large == plain() != []
     assert small <= 1024
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_of_an_integer_that_devices_count_differently_the_largest_is_kept(microbatches):
+    layout = models.make_layout({"w": jnp.ones((8,))}, "2x4", 3)
+    tx = zerojax.zero(optax.sgd(0.1), layout)
+    marks = jnp.asarray([3, 0, 1, 2, 9, 5, 4, 4, 0, 1, 2, 2, 6, 8, 7, 7], jnp.int32)
+
+    def loss_fn(p, batch, state):
+        return jnp.mean(p["w"]) * jnp.mean(batch.astype(jnp.float32)), {"most": state["most"] + jnp.max(batch)}
+
+    step = zerojax.make_train_step(loss_fn, tx, layout, mutable=True, microbatches=microbatches)
+    state = zerojax.TrainState.create(layout.shard({"w": jnp.ones((8,))}), tx, model_state={"most": jnp.int32(10)})
+    state, _ = step(state, marks)
+    assert {int(x) for x in models.values_on_devices(state.model_state["most"])} == {19}

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import warnings
 
 import jax
@@ -12,13 +13,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import FLOAT32
 
 import pallas_kernels
 import zerojax
 from zerojax.hlo.program import read_program
 from zerojax.planner.gpus import absent_mesh
 
-FLOAT32 = 1e-5  # as in test_oracle
 LAYERS, WIDTH, RANK = 2, 24, 3
 
 
@@ -115,14 +116,14 @@ def test_low_rank_training_on_an_int8_base_equals_plain_optax(stage, mesh, optio
 def test_a_block_quantised_base_is_sharded_and_gathered_as_it_is():
     """`QuantizedArray` leaves: levels and scales are leaves like any other; dequantised where they are used."""
     weight = jax.random.normal(jax.random.key(1), (WIDTH, WIDTH)) / 5
-    params = {"base": pallas_kernels.quantize(weight, bits=8, block_size=32), "lora": make_params()["lora"]}
+    params = {"base": pallas_kernels.quantize(weight, pallas_kernels.QuantFormat(8, 32)), "lora": make_params()["lora"]}
 
     def apply_base(q, h):
         return h @ pallas_kernels.dequantize(q).astype(h.dtype)
 
     def block_loss(p, batch, apply_base):
         low_rank = batch["x"] @ p["lora"]["a"][0] @ p["lora"]["b"][1]
-        return jnp.mean((jnp.tanh(apply_base(p["base"], batch["x"]) + low_rank) - batch["y"]) ** 2)
+        return jnp.mean((jnp.tanh(apply_base(p["base"], batch["x"] + low_rank) + low_rank) - batch["y"]) ** 2)
 
     recomputed = functools.partial(block_loss, apply_base=jax.checkpoint(apply_base))
     kept = functools.partial(block_loss, apply_base=apply_base)
@@ -133,8 +134,9 @@ def test_a_block_quantised_base_is_sharded_and_gathered_as_it_is():
     with warnings.catch_warnings():
         warnings.simplefilter("error", zerojax.GatherWarning)
         loss, grads = jax.jit(zerojax.value_and_grad(recomputed, layout))(stored, batch)
-    with pytest.warns(zerojax.GatherWarning, match=r"params\['base'\].qvalue .* int8 is dequantised before"):
-        jax.eval_shape(zerojax.value_and_grad(kept, layout), stored, batch)
+        traced = jax.make_jaxpr(zerojax.value_and_grad(kept, layout))(stored, batch)
+    # Two hops forward and two backward: the floats are made again there, not kept, with a checkpoint or without one.
+    assert len(re.findall(r"i8\[[\d,]*\] = all_gather", str(traced))) == 4
     want_loss, want = jax.value_and_grad(lambda t: recomputed({**params, "lora": t}, batch))(params["lora"])
     np.testing.assert_allclose(loss, want_loss, rtol=FLOAT32)
     assert models.largest_error(jax.tree.map(np.asarray, layout.unshard(
@@ -180,3 +182,17 @@ def test_an_int8_base_travels_in_one_byte_and_is_never_kept_whole():
     assert max(a.num_bytes for a, _ in moved if a.dtype != "s8") <= 2 * 16 * 1024
     # What one more layer costs: its activations (64 rows of 2 and 4 bytes), not its weight of one or two bytes each.
     assert (eight.memory.temp - four.memory.temp) / 4 < weight / 2
+
+
+def test_frozen_leaves_are_gathered_in_calls_outside_of_jit_too():
+    """What nothing is differentiated with respect to has a custom derivative all the same."""
+    params = {"frozen": jnp.linspace(-1, 1, 13 * 8).reshape(13, 8), "w": jnp.ones((8, 5))}
+    layout = models.make_layout(params, "2x4", 3, trainable=lambda path, x: "frozen" not in path)
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["frozen"]) @ p["w"])
+
+    x = jnp.linspace(0, 1, 16 * 13).reshape(16, 13)
+    value, grads = zerojax.value_and_grad(loss, layout)(layout.shard(params), x)
+    np.testing.assert_allclose(value, loss(params, x), rtol=1e-5)  # float32 sums in another order
+    np.testing.assert_allclose(layout.unshard(grads)["w"], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-6)

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from quantized_training import (
     BATCH,
     EVERYTHING,
-    FLOAT32,
     PAIR,
     check_exact,
     check_loss,
@@ -28,6 +27,7 @@ from quantized_training import (
     of_examples,
     weights_as_gathered,
 )
+from tolerances import FLOAT32_QUANTIZED
 
 import zerojax
 from zerojax import QuantFormat, ZeroConfig
@@ -144,8 +144,8 @@ def test_a_stack_of_norm_scales_is_no_matrix(stage):
     assert layout.placements["s"].is_quantized
     _, grads = jax.jit(zerojax.value_and_grad(loss_fn, layout))(layout.shard(params), batch)
     want = jax.jit(jax.grad(loss_fn))(params, batch)
-    assert models.largest_error(grads["s"], want["s"]) < FLOAT32
-    assert models.largest_error(grads["w"], want["w"]) > 100 * FLOAT32
+    assert models.largest_error(grads["s"], want["s"]) < FLOAT32_QUANTIZED
+    assert models.largest_error(grads["w"], want["w"]) > 100 * FLOAT32_QUANTIZED
 
 
 def test_a_tied_weight_is_reduced_once():

@@ -13,7 +13,7 @@ REFUSED = [
     ({"stage": 2, "quantize_weights": "int8"}, "quantize_weights.*weights are gathered only at stage 3"),
     ({"stage": 1, "secondary": True}, "secondary.*weights are gathered only at stage 3"),
     ({"axes": ("data",), "secondary": True}, "secondary.*needs two axes"),
-    ({"stage": 0, "quantize_gradients": "int8"}, "quantize_gradients.*stage 0 all-reduces whole gradients"),
+    ({"stage": 0, "quantize_gradients": "int8"}, "quantize_gradients.*stage 0 all-reduces full gradients"),
     ({"rounding": "stochastic"}, "rounding.*quantize_gradients, which is None"),
     ({"error_feedback": True}, "error_feedback.*quantize_gradients, which is None"),
     ({"axes": ("data",), **PAIR, "error_feedback": True}, "error_feedback.*there is one axis"),

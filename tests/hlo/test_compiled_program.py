@@ -121,7 +121,7 @@ def test_blocking_and_asynchronous_are_told_apart_in_both_spellings():
 WRAPPED = (build.FOLDER / "async_computation.txt").read_text()
 
 
-def test_a_collective_inside_an_async_computation_takes_the_manner_of_its_pair():
+def test_a_collective_inside_an_async_computation_takes_the_mode_of_its_pair():
     scatter, gather = read_program(WRAPPED, {"node": 2, "local": 2}).collectives
     assert (scatter.kind, scatter.asynchronous, scatter.results) == (
         "reduce-scatter",

@@ -1,4 +1,4 @@
-"""The reader of compiled programs on programs compiled here, for absent GPUs and for simulated CPU devices."""
+"""The reader of compiled programs on programs compiled here, for target GPUs and for simulated CPU devices."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from zerojax.planner.gpus import absent_mesh
 # ---------------------------------------------------------------- programs compiled here, for GPUs
 
 
-@pytest.mark.needs_cuda_plugin
+@pytest.mark.aot
 @pytest.mark.parametrize(("num_nodes", "num_local"), [(48, 8), (7, 8)])
 def test_a_gradient_compiled_for_a_cluster_moves_exactly_the_weights(num_nodes, num_local):
     mesh = absent_mesh("h100", num_nodes, num_local)
@@ -40,14 +40,14 @@ def test_a_gradient_compiled_for_a_cluster_moves_exactly_the_weights(num_nodes, 
     assert program.memory.temp > 0
 
 
-@pytest.mark.needs_cuda_plugin
+@pytest.mark.aot
 @pytest.mark.parametrize("name", ["kinds", "combined", "nested"])
 def test_a_program_compiled_here_reads_like_the_kept_texts(name):
     program = read_program(build.PROGRAMS[name](absent_mesh("h100", 2, 8)), MESH)
     assert {rows(kept(name, version)) == rows(program) for version in VERSIONS} == {True}
 
 
-@pytest.mark.needs_cuda_plugin
+@pytest.mark.aot
 def test_a_loop_body_written_twice_and_peeled_keeps_all_totals():
     mesh = absent_mesh("h100", 2, 8)
     known = jax.__version__ in VERSIONS

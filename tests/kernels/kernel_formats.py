@@ -12,21 +12,17 @@ from pallas_kernels import reference
 
 E4M3 = "float8_e4m3fn"
 FORMATS = [
-    pk.BlockFormat(bits=8, block_size=128),
-    pk.BlockFormat(bits=8, block_size=16, scale_dtype=E4M3),
-    pk.BlockFormat(bits=4, block_size=64),
-    pk.BlockFormat(bits=4, block_size=32, scale_dtype=E4M3),
-    pk.BlockFormat(bits=4, block_size=16, scale_dtype=E4M3, levels="e2m1"),
-    pk.BlockFormat(bits=4, block_size=64, rotate=32),
-    pk.BlockFormat(bits=8, block_size=2048),
+    pk.QuantFormat(8, 128),
+    pk.QuantFormat(8, 16, E4M3),
+    pk.QuantFormat(4, 64),
+    pk.QuantFormat(4, 32, E4M3),
+    pk.QuantFormat(4, 16, E4M3, "e2m1"),
+    pk.QuantFormat(4, 64, rotate=32),
+    pk.QuantFormat(8, 2048),
 ]
 PLAIN = [fmt for fmt in FORMATS if fmt.rotate is None]
-by_format = pytest.mark.parametrize(
-    "fmt", FORMATS, ids=lambda f: f"{f.bits}-{f.block_size}-{f.scale_dtype}-{f.levels}-{f.rotate}"
-)
-by_plain_format = pytest.mark.parametrize(
-    "fmt", PLAIN, ids=lambda f: f"{f.bits}-{f.block_size}-{f.scale_dtype}-{f.levels}"
-)
+by_format = pytest.mark.parametrize("fmt", FORMATS, ids=str)
+by_plain_format = pytest.mark.parametrize("fmt", PLAIN, ids=str)
 
 # Tests of values compile many programs and run each once: LLVM's optimiser would take most of their time. Values do not
 # depend on it: no product that is rounded feeds an addition, so there is nothing to fuse.
@@ -55,14 +51,14 @@ def assert_same_bits(wanted, got):
 
 
 # What the kernels are run on, as arguments of the ops.
-INT8 = {"bits": 8, "block_size": 128}
-INT4 = {"bits": 4, "block_size": 256}
-INT4_TILED = {"bits": 4, "block_size": 32, "scale_dtype": E4M3}
-INT8_ONE_BLOCK_A_TILE = {"bits": 8, "block_size": 1024, "scale_dtype": E4M3}
-FP4 = {"bits": 4, "block_size": 64, "levels": "e2m1"}
-FP4_TILED = {"bits": 4, "block_size": 16, "scale_dtype": E4M3, "levels": "e2m1"}
-ROTATED = {"bits": 8, "block_size": 128, "rotate": 32}
-ROTATED_TILED = {**INT4_TILED, "rotate": 32}
+INT8 = pk.QuantFormat(8, 128)
+INT4 = pk.QuantFormat(4, 256)
+INT4_TILED = pk.QuantFormat(4, 32, E4M3)
+INT8_ONE_BLOCK_A_TILE = pk.QuantFormat(8, 1024, E4M3)
+FP4 = pk.QuantFormat(4, 64, levels="e2m1")
+FP4_TILED = pk.QuantFormat(4, 16, E4M3, "e2m1")
+ROTATED = pk.QuantFormat(8, 128, rotate=32)
+ROTATED_TILED = pk.QuantFormat(4, 32, E4M3, rotate=32)
 STOCHASTIC = {"rounding": "stochastic", "seed": 11}
 
 
@@ -81,5 +77,5 @@ def hard_values(rng, shape, dtype):
 
 def contributions(rng, count, fmt):
     x = hard_values(rng, (count * 2, 4, 1024), "float32")
-    cut = functools.partial(pk.quantize_slices, dim=0, num_slices=(count, 2), implementation="xla", **fmt)
+    cut = functools.partial(pk.quantize_slices, fmt=fmt, dim=0, num_slices=(count, 2), implementation="xla")
     return quick(cut)(x)

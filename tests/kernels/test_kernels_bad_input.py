@@ -4,27 +4,50 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels as pk
+import zerojax
 
 X = jnp.ones((4, 256))
 
 
 @pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bits": 5}, ["bits=5", "bits must be 8 or 4"]),
+        ({"bits": True}, ["bits must be 8 or 4"]),
+        ({"block_size": 48}, ["block_size=48", "power of two from 16 to 2048"]),
+        ({"block_size": 8}, ["block_size=8", "from 16 to 2048"]),
+        ({"block_size": 4096}, ["block_size=4096", "from 16 to 2048"]),
+        ({"block_size": 64.0}, ["block_size=64.0", "power of two"]),
+        ({"scale_dtype": "float32"}, ["float32", "scale_dtype must be 'bfloat16' or 'float8_e4m3fn'"]),
+        ({"scale_dtype": "float8_e4m3fn", "block_size": 2048}, ["at most 1024", "2048"]),
+        ({"levels": "fp6"}, ["fp6", "levels must be 'integer', or 'e2m1' with 4 bits"]),
+        ({"levels": "e2m1"}, ["e2m1", "bits=8"]),
+        ({"rotate": 16}, ["rotate=16", "rotate must be None, 32 or 64"]),
+        ({"rotate": 64, "block_size": 32}, ["rotate=64", "block_size=32", "divide"]),
+        ({"bits": 5, "rotate": 16}, ["bits must", "rotate must"]),
+    ],
+)
+def test_a_format_names_its_faults_all_at_once(fields, words):
+    with pytest.raises(ValueError) as caught:
+        pk.QuantFormat(**fields)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_format_is_the_same_record_however_its_fields_are_given():
+    given = pk.QuantFormat(np.int64(8), np.int32(64), jnp.bfloat16)
+    assert given == pk.QuantFormat(block_size=64)
+    assert hash(given) == hash(pk.QuantFormat(block_size=64))
+    assert zerojax.QuantFormat is pk.QuantFormat
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"bits": 5}, ["bits", "5", "(4, 8)"]),
-        ({"block_size": 48}, ["block_size", "48", "power of two", "16..2048"]),
-        ({"block_size": 8}, ["block_size", "8", "16..2048"]),
-        ({"block_size": 4096}, ["block_size", "4096", "16..2048"]),
-        ({"block_size": 64.0}, ["block_size", "64.0"]),
-        ({"scale_dtype": "float32"}, ["scale_dtype", "float32", "bfloat16", "float8_e4m3fn"]),
-        ({"scale_dtype": "float8_e4m3fn", "block_size": 2048}, ["1024", "2048"]),
-        ({"levels": "fp6"}, ["levels", "fp6", "e2m1"]),
-        ({"levels": "e2m1"}, ["e2m1", "bits=4", "bits=8"]),
-        ({"rotate": 16}, ["rotate", "16", "32", "64"]),
-        ({"rotate": 64, "block_size": 32}, ["rotate=64", "block_size=32"]),
         ({"rounding": "up"}, ["rounding", "up", "stochastic"]),
         ({"rounding": "stochastic"}, ["seed"]),
         ({"seed": 1}, ["seed", "nearest"]),
@@ -70,7 +93,7 @@ def test_a_scale_of_the_wrong_shape_is_refused_by_every_reader():
 
 
 def test_a_missing_or_needless_tile_scale_is_refused():
-    tiled = pk.quantize(X, block_size=32, scale_dtype="float8_e4m3fn")
+    tiled = pk.quantize(X, pk.QuantFormat(8, 32, "float8_e4m3fn"))
     with pytest.raises(ValueError, match="tile_scale is missing"):
         pk.dequantize(dataclasses.replace(tiled, tile_scale=None))
     with pytest.raises(ValueError, match="tile_scale is present"):

@@ -2,11 +2,12 @@
 
 import re
 
+import jax
 import pytest
 
 from pallas_kernels import absent_gpu, bench
 
-pytestmark = pytest.mark.needs_cuda_plugin
+pytestmark = pytest.mark.aot
 SHAPE = (2048, 8192)
 OPS = {op.name: op for op in bench.ops(SHAPE)}
 
@@ -21,9 +22,9 @@ def counted(name, implementation):
     "name",
     [
         "quantize int8/128",
-        "dequantize int4/64 rotated",
-        "dequantize_sum 8x int4/32e4m3",
-        "dequantize_sum_quantize 8x int8/128 -> int4/32e4m3",
+        "dequantize int4/64-rotated32",
+        "dequantize_sum 8x int4/32-e4m3",
+        "dequantize_sum_quantize 8x int8/128 -> int4/32-e4m3",
     ],
 )
 def test_a_kernel_is_one_launch_of_the_ideal_bytes_and_xla_needs_more(name):
@@ -54,3 +55,27 @@ def test_the_table_says_that_nothing_was_measured(capsys, monkeypatch):
     assert "nothing here is measured" in printed
     rows = [line for line in printed.splitlines() if line.startswith("1b-mlp")]
     assert [re.split(r"\s{2,}", row)[2].strip() for row in rows] == ["xla", "mosaic_gpu"]
+
+
+def test_what_a_gpu_measures_is_a_table_to_be_pasted(monkeypatch):
+    times = iter([1.0, *[2e-6, 1e-6] * len(OPS)])
+    monkeypatch.setattr(bench.selfcheck, "seconds", lambda function, arguments: next(times))
+    monkeypatch.setattr(bench, "ops", lambda shape: [OPS["quantize int8/128"], OPS["dequantize int8/128"]])
+    head, copy, columns, kernel, none = bench.measured(["1b-mlp"])
+    assert jax.__version__ in head
+    assert "reads and writes 2 GB/s" in copy
+    cells = [line.split("|")[1:-1] for line in (*columns.splitlines(), kernel, none)]
+    assert {len(row) for row in cells} == {7}
+    assert [c.strip() for c in cells[2][3:6]] == ["2.0", "1.0", "0.50"]
+    assert [c.strip() for c in cells[3][3:6]] == ["2.0", "none", ""]
+
+
+def test_a_kernel_that_a_gpu_refuses_is_a_row_and_not_the_end(monkeypatch, capsys):
+    def refuse(function, arguments):
+        if function.__wrapped__.keywords["implementation"] == "mosaic_gpu":
+            raise RuntimeError("no such instruction")
+        return 1e-6
+
+    monkeypatch.setattr(bench.selfcheck, "seconds", refuse)
+    assert "| 1.0 | nan | nan |" in bench.measure("1b-mlp", OPS["quantize int8/128"], 1e12)
+    assert "quantize int8/128, mosaic_gpu: RuntimeError: no such instruction" in capsys.readouterr().err

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from kernel_formats import INT4_TILED
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, backend, survey
-from pallas_kernels.mosaic import gpu as mosaic_gpu
+from pallas_kernels import _compat, absent_gpu, backend, mosaic, survey
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 1024)), jnp.float32)
 KERNEL_MARK = "mosaic_gpu"
@@ -27,7 +27,7 @@ def kernels_preferred():
 def middle(x):
     """All kernels once: quantise, sum and quantise, sum."""
     q = pk.quantize_slices(x, dim=0, num_slices=(4, 2))
-    return pk.dequantize_sum(pk.dequantize_sum_quantize(q, bits=4, block_size=32, scale_dtype="float8_e4m3fn"))
+    return pk.dequantize_sum(pk.dequantize_sum_quantize(q, INT4_TILED))
 
 
 def test_one_traced_program_runs_on_the_cpu_and_equals_the_reference():
@@ -40,7 +40,7 @@ def test_one_traced_program_runs_on_the_cpu_and_equals_the_reference():
 
 
 def test_kernels_that_no_gpu_has_run_are_not_taken_unasked():
-    pk.prefer_kernels(False)
+    pk.prefer_kernels(None)
     assert "platform_index" not in str(jax.make_jaxpr(lambda x: middle(x))(X))
 
 
@@ -56,8 +56,13 @@ def test_the_same_program_compiles_to_kernels_for_an_absent_gpu():
 
 
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("nested", "check_vma"),
+    [
+        (True, True),
+        *(pytest.param(*more, marks=pytest.mark.aot) for more in ((True, False), (False, True), (False, False))),
+    ],
+)
 def test_kernels_compile_inside_shard_map_for_absent_gpus(nested, check_vma):
     topology = absent_gpu.topology("h100", "1x2x4")
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(4, 2), ("d", "model"))
@@ -137,12 +142,12 @@ def test_every_format_has_a_kernel_for_a_large_leaf_and_every_pair_one_or_a_reas
     formats, elements = list(survey.formats()), 1 << 16
     for fmt in formats:
         for stochastic, residual in itertools.product((False, True), repeat=2):
-            plan = mosaic_gpu.plan_quantize((elements,), "bfloat16", None, (), fmt, stochastic, residual)
+            plan = mosaic.plan_quantize((elements,), "bfloat16", None, (), fmt, stochastic, residual)
             assert not plan.problems, (fmt, plan.problems)
             assert plan.programs.count * plan.programs.elements >= elements
-        assert not mosaic_gpu.plan_sum((3,), (elements,), fmt, jnp.dtype("float32"), 1.0).problems, fmt
+        assert not mosaic.plan_sum((3,), (elements,), fmt, jnp.dtype("float32"), 1.0).problems, fmt
     for source, fmt in itertools.product(formats, repeat=2):
-        plan = mosaic_gpu.plan_sum_quantize((3,), (elements,), source, fmt, 1.0, False, None, False)
+        plan = mosaic.plan_sum_quantize((3,), (elements,), source, fmt, 1.0, False, None, False)
         if plan.problems:
             assert all("block" in problem or "program" in problem for problem in plan.problems), (source, fmt, plan)
         else:
@@ -150,10 +155,9 @@ def test_every_format_has_a_kernel_for_a_large_leaf_and_every_pair_one_or_a_reas
 
 
 def test_blocks_larger_than_a_tile_go_into_tiles_by_the_reference():
-    q = pk.quantize_slices(X, dim=0, num_slices=4, block_size=2048)
-    tiled = {"bits": 4, "block_size": 32, "scale_dtype": "float8_e4m3fn"}
-    wanted = jax.jit(functools.partial(pk.dequantize_sum_quantize, implementation="xla", **tiled))(q)
-    got = jax.jit(functools.partial(pk.dequantize_sum_quantize, **tiled))(q)
+    q = pk.quantize_slices(X, pk.QuantFormat(8, 2048), dim=0, num_slices=4)
+    wanted = jax.jit(functools.partial(pk.dequantize_sum_quantize, fmt=INT4_TILED, implementation="xla"))(q)
+    got = jax.jit(functools.partial(pk.dequantize_sum_quantize, fmt=INT4_TILED))(q)
     np.testing.assert_array_equal(got.qvalue, wanted.qvalue)
     with pytest.raises(NotImplementedError, match="blocks of 2048 are larger than the tile of 1024"):
-        pk.dequantize_sum_quantize(q, implementation="mosaic_gpu", **tiled)
+        pk.dequantize_sum_quantize(q, INT4_TILED, implementation="mosaic_gpu")

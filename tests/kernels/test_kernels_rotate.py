@@ -8,7 +8,7 @@ import pytest
 from kernel_formats import assert_same_bits, quick
 
 from pallas_kernels import reference
-from pallas_kernels.mosaic import rotate as mosaic_rotate
+from pallas_kernels.mosaic import rotate
 from pallas_kernels.mosaic.layout import layout, split_threads
 
 # Dims of a part, consecutive elements, parts, rotated block, width: what plans of the kernels come to.
@@ -25,14 +25,14 @@ CASES = [
 
 @pytest.mark.parametrize(("dims", "vec", "num_parts", "block", "width"), CASES)
 def test_the_network_equals_the_reference(dims, vec, num_parts, block, width, rng):
-    plan = mosaic_rotate.stages(dims, vec, num_parts, block, width)
+    plan = rotate.stages(dims, vec, num_parts, block, width)
     assert plan is not None
     parts = [jnp.asarray(rng.standard_normal(dims), jnp.float32) for _ in range(num_parts)]
 
     def both(parts):
         rows = jnp.concatenate(parts, axis=-1)
         wanted = reference.rotate(rows.reshape(-1, block), width, 1 / 3).reshape(rows.shape)
-        got = mosaic_rotate.rotate_parts(parts, dims, vec, plan, 1 / 3, before_addition=True, interpret=True)
+        got = rotate.rotate_parts(parts, dims, vec, plan, 1 / 3, before_addition=True, interpret=True)
         return wanted, jnp.concatenate(got, axis=-1)
 
     assert_same_bits(*quick(both)(parts))
@@ -52,16 +52,16 @@ def test_arrays_are_cut_as_the_compilers_layout_cuts_them(dims, vec):
     threads = [*tiled.warp_dims, *tiled.lane_dims]
     rest = [d for d in range(-index.ndim, 0) if d not in threads and d != tiled.vector_dim]
     ordered = index.transpose(*(d % index.ndim for d in (*rest, tiled.vector_dim, *threads)))
-    cut = np.asarray(mosaic_rotate.to_threads(jnp.arange(np.prod(dims)).reshape(dims), vec))
+    cut = np.asarray(rotate.to_threads(jnp.arange(np.prod(dims)).reshape(dims), vec))
     assert cut.ndim == rank + 2
     np.testing.assert_array_equal(ordered.reshape(cut.shape), cut)
-    back = mosaic_rotate.from_threads(jnp.asarray(cut), dims, vec)
+    back = rotate.from_threads(jnp.asarray(cut), dims, vec)
     np.testing.assert_array_equal(np.asarray(back), np.arange(np.prod(dims)).reshape(dims))
 
 
 @pytest.mark.parametrize(("dims", "vec", "num_parts", "block", "width"), CASES)
 def test_stages_stay_within_a_thread_or_a_warp(dims, vec, num_parts, block, width):
-    plan = mosaic_rotate.stages(dims, vec, num_parts, block, width)
+    plan = rotate.stages(dims, vec, num_parts, block, width)
     assert plan is not None
     assert len(plan) == np.log2(width)
     assert all(stage.distance < 32 for stage in plan if stage.axis is None)
@@ -70,5 +70,5 @@ def test_stages_stay_within_a_thread_or_a_warp(dims, vec, num_parts, block, widt
 def test_a_rotation_across_warps_has_no_stages():
     warps, _ = split_threads((2, 1024), 8)
     assert warps[-1] > 1
-    assert mosaic_rotate.stages((2, 1024), 8, 1, 1024, 64) is None
-    assert functools.partial(mosaic_rotate.stages, (4, 1024), 8, 1, 1024)(64) is not None
+    assert rotate.stages((2, 1024), 8, 1, 1024, 64) is None
+    assert functools.partial(rotate.stages, (4, 1024), 8, 1, 1024)(64) is not None

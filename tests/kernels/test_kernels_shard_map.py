@@ -18,9 +18,9 @@ KERNEL = {"implementation": "mosaic_gpu", "interpret": True}
 
 def two_hops(x, axis, count, **how):
     """The quantised reduction over one axis, one byte message per destination."""
-    q = pk.quantize_slices(x, dim=0, num_slices=count, **INT8, **how)
+    q = pk.quantize_slices(x, INT8, dim=0, num_slices=count, **how)
     received = jax.lax.all_to_all(pk.pack_bytes(q), axis, 0, 0, tiled=True)
-    total = pk.dequantize_sum_quantize(pk.unpack_bytes(received, q), mean=True, **ROTATED_TILED, **how)
+    total = pk.dequantize_sum_quantize(pk.unpack_bytes(received, q), ROTATED_TILED, mean=True, **how)
     return pk.dequantize_sum(jax.tree.map(lambda a: jax.lax.all_gather(a, axis), total), dtype=x.dtype, **how)
 
 

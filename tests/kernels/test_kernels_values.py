@@ -79,20 +79,25 @@ def reference(op, args, kw, compiler):
     return compiler(functools.partial(op, implementation="xla", **kw))(*args)
 
 
-@pytest.fixture(params=["interpreted", pytest.param("executed", marks=pytest.mark.needs_cuda_plugin)])
+def executed(monkeypatch):
+    """Runs an op by the reference and by its kernel's compiled code, and compares."""
+    monkeypatch.setattr(_compat, "mosaic_kernel", on_the_machine)
+    monkeypatch.setattr(backend, "device_problems", list)
+    monkeypatch.setattr(backend, "_concrete_on_cpu", lambda operands: [])
+
+    def run(op, *args, **kw):
+        got = op(*args, implementation="mosaic_gpu", **kw)
+        results = reference(op, args, kw, quick), got
+        assert_same_bits(*(jax.tree.map(comparable, result) for result in results))
+
+    return run
+
+
+@pytest.fixture(params=["interpreted", pytest.param("executed", marks=pytest.mark.aot)])
 def both(request, monkeypatch):
     """Runs an op by the reference and by the kernel, and compares."""
     if request.param == "executed":
-        monkeypatch.setattr(_compat, "mosaic_kernel", on_the_machine)
-        monkeypatch.setattr(backend, "device_problems", list)
-        monkeypatch.setattr(backend, "_concrete_on_cpu", lambda operands: [])
-
-        def executed(op, *args, **kw):
-            got = op(*args, implementation="mosaic_gpu", **kw)
-            results = reference(op, args, kw, quick), got
-            assert_same_bits(*(jax.tree.map(comparable, result) for result in results))
-
-        return executed
+        return executed(monkeypatch)
     if not _compat.MOSAIC_INTERPRETS:
         pytest.skip("JAX 0.10 cannot interpret Mosaic GPU kernels; they are executed there")
 
@@ -101,7 +106,9 @@ def both(request, monkeypatch):
 
         Except with rotations, whose additions, some hundreds, take XLA's optimiser most of a minute in all.
         """
-        rotates = kw.get("rotate") or any(isinstance(a, pk.QuantizedArray) and a.format.rotate for a in args)
+        rotates = ("fmt" in kw and kw["fmt"].rotate) or any(
+            isinstance(a, pk.QuantizedArray) and a.format.rotate for a in args
+        )
         wanted = reference(op, args, kw, quick if rotates else jax.jit)
         kernel = functools.partial(op, implementation="mosaic_gpu", interpret=True, **kw)
         assert_same_bits(wanted, quick(kernel)(*args))
@@ -116,22 +123,22 @@ def both(request, monkeypatch):
         (INT4, "float16"),
         (INT4_TILED, "float32"),
         (INT4_TILED, "bfloat16"),
-        ({"bits": 8, "block_size": 16}, "bfloat16"),
-        ({"bits": 8, "block_size": 2048}, "float32"),
+        (pk.QuantFormat(8, 16), "bfloat16"),
+        (pk.QuantFormat(8, 2048), "float32"),
         (INT8_ONE_BLOCK_A_TILE, "bfloat16"),
-        ({"bits": 4, "block_size": 16}, "bfloat16"),
-        ({"bits": 4, "block_size": 64}, "bfloat16"),
-        ({"bits": 4, "block_size": 2048}, "bfloat16"),
+        (pk.QuantFormat(4, 16), "bfloat16"),
+        (pk.QuantFormat(4, 64), "bfloat16"),
+        (pk.QuantFormat(4, 2048), "bfloat16"),
         (FP4_TILED, "bfloat16"),
         (ROTATED, "float32"),
         (ROTATED, "bfloat16"),
         (ROTATED_TILED, "float16"),
-        ({"bits": 8, "block_size": 2048, "rotate": 64}, "bfloat16"),
+        (pk.QuantFormat(8, 2048, rotate=64), "bfloat16"),
     ],
     ids=str,
 )
 def test_quantize_equals_the_reference(fmt, dtype, both, rng):
-    both(pk.quantize, hard_values(rng, (24, 1024), dtype), **fmt)
+    both(pk.quantize, hard_values(rng, (24, 1024), dtype), fmt=fmt)
 
 
 @pytest.mark.parametrize(
@@ -140,33 +147,33 @@ def test_quantize_equals_the_reference(fmt, dtype, both, rng):
         *[(fmt, dtype) for dtype in ("float32", "bfloat16") for fmt in (INT8, INT4_TILED, FP4_TILED, ROTATED_TILED)],
         (INT4, "float32"),
         (FP4, "float16"),
-        ({**INT8_ONE_BLOCK_A_TILE, "rotate": 32}, "bfloat16"),
+        (pk.QuantFormat(8, 1024, "float8_e4m3fn", rotate=32), "bfloat16"),
     ],
     ids=str,
 )
 def test_stochastic_rounding_and_residual_equal_the_reference(fmt, dtype, both, rng):
-    both(pk.quantize, hard_values(rng, (24, 1024), dtype), **fmt, **STOCHASTIC, with_residual=True)
+    both(pk.quantize, hard_values(rng, (24, 1024), dtype), fmt=fmt, **STOCHASTIC, with_residual=True)
 
 
 @pytest.mark.parametrize("fmt", [INT8, INT4, FP4_TILED], ids=str)
 def test_stochastic_rounding_without_residual_equals_the_reference(fmt, both, rng):
-    both(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), **fmt, **STOCHASTIC)
+    both(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), fmt=fmt, **STOCHASTIC)
 
 
 @pytest.mark.parametrize("fmt", [INT8, FP4_TILED], ids=str)
 def test_a_residual_of_the_nearest_level_equals_the_reference(fmt, both, rng):
-    both(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), **fmt, with_residual=True)
+    both(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), fmt=fmt, with_residual=True)
 
 
 def test_a_last_program_that_overlaps_its_neighbour_writes_the_same(both, rng):
     x = jnp.asarray(rng.standard_normal(37 * 256), jnp.float32)
-    both(pk.quantize, x, **INT4, **STOCHASTIC, with_residual=True)
+    both(pk.quantize, x, fmt=INT4, **STOCHASTIC, with_residual=True)
 
 
 @pytest.mark.parametrize(("dim", "num_slices"), [(0, 3), (1, (4, 2)), (1, 7)])
 def test_slices_are_written_in_destination_order(dim, num_slices, both, rng):
     x = jnp.asarray(rng.standard_normal((3, 56, 1024)), jnp.bfloat16)
-    how = {**(ROTATED_TILED if dim == 0 else INT4_TILED), **STOCHASTIC, "with_residual": True}
+    how = {"fmt": ROTATED_TILED if dim == 0 else INT4_TILED, **STOCHASTIC, "with_residual": True}
     both(pk.quantize_slices, x, dim=dim, num_slices=num_slices, **how)
 
 
@@ -200,7 +207,7 @@ def test_dequantize_sum_equals_the_reference(fmt, count, dtype, both, rng):
         (INT4_TILED, INT4_TILED),
         (INT8_ONE_BLOCK_A_TILE, INT8_ONE_BLOCK_A_TILE),
         (INT8_ONE_BLOCK_A_TILE, INT4_TILED),
-        ({"bits": 8, "block_size": 1024}, INT4_TILED),
+        (pk.QuantFormat(8, 1024), INT4_TILED),
         (INT8, FP4_TILED),
         (ROTATED, ROTATED),
         (ROTATED, INT4_TILED),
@@ -210,11 +217,11 @@ def test_dequantize_sum_equals_the_reference(fmt, count, dtype, both, rng):
     ids=str,
 )
 def test_dequantize_sum_quantize_equals_the_reference(source, out, both, rng):
-    both(pk.dequantize_sum_quantize, contributions(rng, 3, source), **out)
+    both(pk.dequantize_sum_quantize, contributions(rng, 3, source), fmt=out)
 
 
 def test_nine_contributions_are_one_and_twice_four(both, rng):
-    both(pk.dequantize_sum_quantize, contributions(rng, 9, INT8), **FP4_TILED, **STOCHASTIC)
+    both(pk.dequantize_sum_quantize, contributions(rng, 9, INT8), fmt=FP4_TILED, **STOCHASTIC)
 
 
 @pytest.mark.parametrize(("source", "out"), [(INT8, INT4_TILED), (ROTATED, ROTATED), (ROTATED, ROTATED_TILED)], ids=str)
@@ -222,9 +229,18 @@ def test_error_feedback_between_the_hops_equals_the_reference(source, out, both,
     q = contributions(rng, 3, source)
     carried = jnp.asarray(rng.standard_normal((2, 1, 4, 1024)) * 0.01, jnp.float32)
     # A mean over three: its product is rounded before the carried residual is added.
-    both(pk.dequantize_sum_quantize, q, **out, **STOCHASTIC, mean=True, addend=carried, with_residual=True)
+    both(pk.dequantize_sum_quantize, q, fmt=out, **STOCHASTIC, mean=True, addend=carried, with_residual=True)
 
 
 @pytest.mark.parametrize("fmt", [ROTATED, ROTATED_TILED], ids=str)
 def test_dequantize_with_a_rotation_equals_the_reference(fmt, both, rng):
     both(pk.dequantize, contributions(rng, 2, fmt), dtype="bfloat16", merge_dim=0)
+
+
+@pytest.mark.needs_cuda_plugin
+def test_the_compiled_code_of_each_op_equals_the_reference(monkeypatch, rng):
+    """What ZeRO++ sends by default, in the first tier; all formats are executed in the second."""
+    run = executed(monkeypatch)
+    run(pk.quantize, hard_values(rng, (24, 1024), "bfloat16"), fmt=INT8)
+    run(pk.dequantize_sum, contributions(rng, 2, INT4_TILED), dtype="float32")
+    run(pk.dequantize_sum_quantize, contributions(rng, 3, INT8), fmt=INT4_TILED)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -133,3 +134,58 @@ def test_numpy_s_double_precision_is_the_float32_that_jax_makes_of_it():
     layout = models.make_layout(params, "2x4", 3, trainable={"w": True, "n": False})
     assert {name: p.dtype.name for name, p in layout.placements.items()} == {"w": "float32", "n": "int32"}
     np.testing.assert_array_equal(layout.unshard(layout.shard(params))["w"], params["w"])
+
+
+def test_gradients_moments_and_masters_with_holes_come_back_whole():
+    """Frozen leaves have no gradient, masked ones no moment, float32 ones no master."""
+    params = {"a": jnp.ones((13, 4), jnp.bfloat16), "b": jnp.ones((16, 4)), "frozen": jnp.ones((16, 4))}
+    layout = models.make_layout(params, "2x4", 3, trainable=lambda path, x: "frozen" not in path)
+    mask = {"a": True, "b": False, "frozen": None}
+    state = zerojax.zero(optax.masked(optax.trace(0.9), mask), layout).init(layout.shard(params))
+    grads = {"a": layout.shard(params)["a"], "b": layout.shard(params)["b"], "frozen": None}
+    for tree, kept in ((grads, {"a", "b"}), (state.master, {"a"}), (state.inner.inner_state.trace, {"a"})):
+        whole = layout.unshard(tree)
+        assert {k for k, x in whole.items() if jax.tree.leaves(x)} == kept
+        assert whole["a"].shape == (13, 4)
+        assert jax.tree.structure(whole) == jax.tree.structure(tree)
+    with pytest.raises(ValueError, match=r"params do not have the structure"):
+        layout.unshard({"a": grads["a"]})
+    with pytest.raises(ValueError, match=r"params\['b'\] has shape \(3,\)"):
+        layout.unshard({**grads, "b": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4"])
+def test_integers_of_a_few_bits_are_gathered_and_saved(tmp_path, dtype):
+    """XLA's own gather of two-bit integers ends the process on the CPU; zarr has no unsigned ones."""
+    values = np.arange(13 * 12).reshape(13, 12) % 2
+    params = {"q": jnp.asarray(values, dtype), "w": jnp.ones((12, 8))}
+    layout = models.make_layout(params, "2x4", 3, trainable=lambda path, x: "w" in path)
+    stored = layout.shard(params)
+    out = zerojax.apply(lambda p, x: x @ p["q"].astype(jnp.float32), layout)(stored, jnp.ones((8, 13)))
+    np.testing.assert_array_equal(out[0], np.sum(np.asarray(params["q"]).astype(np.float32), 0))
+    zerojax.save(tmp_path / "it", stored, layout)
+    for q in (layout.unshard(stored)["q"], layout.unshard(zerojax.restore(tmp_path / "it", layout))["q"]):
+        assert q.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(q).astype(int), np.asarray(params["q"]).astype(int))
+
+
+def test_a_bare_array_is_restored_alone_from_a_train_state(tmp_path):
+    params = jnp.arange(13.0 * 4).reshape(13, 4)
+    layout = models.make_layout(params, "2x4", 3)
+    tx = zerojax.zero(optax.adam(1e-3), layout)
+    zerojax.save(tmp_path / "it", zerojax.TrainState.create(layout.shard(params), tx), layout, tx)
+    np.testing.assert_array_equal(layout.unshard(zerojax.restore(tmp_path / "it", layout)), params)
+
+
+def test_a_layout_shows_its_first_line_every_leaf_on_request_and_a_table_in_a_notebook():
+    params = {"<odd>": jnp.ones((13, 4)), "even": jnp.ones((16, 8)), "one": jnp.ones(())}
+    layout = models.make_layout(params, "2x4", 3, trainable=lambda path, x: "one" not in path)
+    first, *_ = layout.describe().splitlines()
+    assert repr(layout) == first
+    assert "['even']" not in layout.describe()
+    for path in ("['<odd>']", "['even']", "['one']"):
+        assert path in layout.describe(every_leaf=True)
+    table = layout._repr_html_()
+    assert table.count("<tr>") == 1 + 3
+    assert "[&#x27;&lt;odd&gt;&#x27;]" in table
+    assert "<odd>" not in table

@@ -31,8 +31,10 @@ def test_shards_are_even_and_hold_every_element(shape, num_shards):
         assert p.shard_shape == p.padded_shape == shape
         assert p.reason
         return
+    # The equations of `Placement`'s docstring.
+    assert num_shards * p.shard_shape[p.dim] == p.padded_shape[p.dim] == shape[p.dim] + p.padding
     assert 0 <= p.padding < num_shards
-    assert p.padded_shape[p.dim] == p.shard_shape[p.dim] * num_shards
+    assert p.shard_bytes * num_shards * shape[p.dim] == p.full_bytes * p.padded_shape[p.dim]
     assert math.prod(p.padded_shape) == math.prod(p.shard_shape) * num_shards
     assert p.padded_shape[p.dim] <= MAX_PADDED_RATIO * shape[p.dim], "no leaf is more than doubled"
     others = [extent for dim, extent in enumerate(shape) if dim != p.dim]

@@ -121,3 +121,18 @@ def test_only_a_positive_integer_is_a_number_of_devices(count):
     with pytest.raises(ValueError, match="a positive integer is required"):
         zerojax.simulate_devices(count)
     zerojax.simulate_devices(np.int64(8))
+
+
+def test_without_accelerators_jax_looks_for_the_cpu_alone_and_with_them_for_all(monkeypatch):
+    """A CUDA plugin without a GPU greets with a page of traceback."""
+    from zerojax.layout import simulated
+
+    monkeypatch.setattr(simulated.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia[" in pattern else [])
+    assert simulated._may_have_accelerators()
+    monkeypatch.undo()
+    if simulated._may_have_accelerators():
+        pytest.skip("this machine has accelerators")
+    code = "import zerojax, jax; zerojax.simulate_devices(3); print(len(jax.devices()), jax.config.jax_platforms)"
+    unset = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC")}
+    run = subprocess.run([sys.executable, "-c", code], env=unset, capture_output=True, text=True, timeout=300)
+    assert (run.stdout.split(), run.stderr) == (["3", "cpu"], "")

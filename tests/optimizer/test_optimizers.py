@@ -13,16 +13,14 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from tolerances import FLOAT32, MUON
 
 import zerojax
 from zerojax.optimizer.zero import ZeroState
 from zerojax.planner.memory import model_state_bytes
 
 STEPS = 3
-# As in test_oracle. Orthogonalisation (muon) repeats five matrix polynomials per step and amplifies rounding by up to
-# the product of their slopes at small singular values, about 3.4^5 = 450 times the 1e-7 of a float32 product.
-TOLERANCE = {"muon": 5e-4}
-FLOAT32 = 1e-5
+TOLERANCE = {"muon": MUON}
 
 
 def matrices_only(tree):

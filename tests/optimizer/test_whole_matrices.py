@@ -63,7 +63,7 @@ def test_a_stack_of_matrices_is_dealt_out_and_taken_back_and_a_single_one_gather
     assert sorted(math.prod(r.dims) for r in dealt) == sorted(2 * stacks), program.traffic()
     assert {one.kind for one in program.collectives} == {"all-gather", "all-to-all"}, program.traffic()
     elements = sum(map(math.prod, singles)) + 2 * sum(stacks)
-    assert program.received_bytes() == 4 * elements * (DEVICES - 1) // DEVICES  # the README's 19 MB
+    assert program.received_bytes() == 4 * elements * (DEVICES - 1) // DEVICES  # the 19 MB of matrices.py
 
 
 @pytest.mark.needs_cuda_plugin

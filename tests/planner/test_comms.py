@@ -30,9 +30,9 @@ def total(moves, field="received_bytes", **conditions):
 
 @pytest.fixture(scope="module")
 def model():
-    subject = gpt(GPT_SHAPES["18b"])
-    jaxpr = jax.make_jaxpr(subject.loss_fn)(subject.params, subject.batch)
-    return subject.params, leaf_uses(jaxpr, len(jax.tree.leaves(subject.params)))
+    workload = gpt(GPT_SHAPES["18b"])
+    jaxpr = jax.make_jaxpr(workload.loss_fn)(workload.params, workload.batch)
+    return workload.params, leaf_uses(jaxpr, len(jax.tree.leaves(workload.params)))
 
 
 def model_bytes(params):

@@ -145,7 +145,7 @@ def test_padding_is_what_the_shards_hold_beyond_the_leaf():
 
 
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize(("stage", "nodes", "local"), [(1, 2, 8), (3, 7, 8)])
+@pytest.mark.parametrize(("stage", "nodes", "local"), [pytest.param(1, 2, 8, marks=pytest.mark.aot), (3, 7, 8)])
 def test_the_compiler_counts_the_same_arguments_for_absent_gpus(stage, nodes, local):
     mesh = absent_mesh("h100", nodes, local)
     shapes = {

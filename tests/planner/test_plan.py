@@ -7,25 +7,26 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from planned import plan_stack, stack_subject
+from planned import plan_stack, stack_workload
 
 import zerojax
 from zerojax import ZeroConfig
+from zerojax.hlo.collective import Traffic
 from zerojax.planner.advice import comparison_configs
 from zerojax.planner.gpus import PluginMissing, load_target
 from zerojax.planner.models import GPT_SHAPES, GptShape, gpt
-from zerojax.planner.plan import subject_plan
-from zerojax.planner.time import Flow, Links, break_even, parse_bandwidth, step_time
+from zerojax.planner.plan import plan_workload
+from zerojax.planner.time import Links, break_even, parse_bandwidth, step_time
 
 
 def test_tracing_and_lowering_do_not_grow_with_the_layers():
     def lowered_lines(layers):
-        subject = gpt(GptShape(layers, 64, 2, vocabulary=512, length=32)).with_examples(8)
-        layout = zerojax.partition(subject.params, zerojax.make_mesh(2, 4), ZeroConfig(min_shard_size=0))
-        tx = zerojax.zero(subject.tx, layout)
+        workload = gpt(GptShape(layers, 64, 2, vocabulary=512, length=32)).with_examples(8)
+        layout = zerojax.partition(workload.params, zerojax.make_mesh(2, 4), ZeroConfig(min_shard_size=0))
+        tx = zerojax.zero(workload.tx, layout)
         state = zerojax.TrainState.create(layout.param_shapes(), tx)
         return len(
-            zerojax.make_train_step(subject.loss_fn, tx, layout).lower(state, subject.batch).as_text().splitlines()
+            zerojax.make_train_step(workload.loss_fn, tx, layout).lower(state, workload.batch).as_text().splitlines()
         )
 
     assert lowered_lines(4) == lowered_lines(40)
@@ -34,7 +35,7 @@ def test_tracing_and_lowering_do_not_grow_with_the_layers():
 @pytest.mark.parametrize("name", GPT_SHAPES)
 def test_built_in_models_have_the_size_of_their_name(name):
     nominal = {"7.5b": 7.5e9, "18b": 18e9, "128b": 128e9, "1t": 1e12}[name]
-    found = subject_plan(gpt(GPT_SHAPES[name]), examples_per_device=1, compiles=False)
+    found = plan_workload(gpt(GPT_SHAPES[name]), examples_per_device=1, compiles=False)
     # The papers' names round as well; embeddings are counted here.
     assert found.parameters == pytest.approx(nominal, rel=0.03)
     # 8 FLOP per parameter and token with recomputation (2 forward, 4 backward, 2 again), attention and logits on top.
@@ -95,7 +96,7 @@ def test_padding_that_costs_is_told():
 
 def test_quantised_gathers_are_not_advised_where_the_network_is_fast():
     # Long sequences: compute covers all communication, and quantising only adds passes over memory.
-    loss, params, _, tx = stack_subject()
+    loss, params, _, tx = stack_workload()
     batch = jax.ShapeDtypeStruct((1, 1 << 16, 512), jnp.bfloat16)
     found = zerojax.plan(loss, params, batch, tx, examples_per_device=1, compiles=False, bandwidth="10TB/s")
     weights = found.techniques[0]
@@ -156,13 +157,13 @@ def test_bad_options_are_refused_in_one_line(options, message):
 
 
 def test_shapes_that_cannot_be_traced_are_refused_in_one_line():
-    _, params, batch, tx = stack_subject()
+    _, params, batch, tx = stack_workload()
     with pytest.raises(ValueError, match="cannot be traced") as caught:
         zerojax.plan(lambda p, x: jnp.mean(x @ p["up"][0].T), params, batch, tx, examples_per_device=1, compiles=False)
     assert len(str(caught.value).splitlines()) == 1
     layout = zerojax.partition(params, zerojax.make_mesh(2, 4))
     with pytest.raises(ValueError, match="the optax transformation itself"):
-        zerojax.plan(*stack_subject()[:3], zerojax.zero(tx, layout))
+        zerojax.plan(*stack_workload()[:3], zerojax.zero(tx, layout))
     with pytest.raises(ValueError, match="must hold arrays"):
         zerojax.plan(lambda p, x: 0.0, {"w": "text"}, batch, tx)
 
@@ -182,8 +183,11 @@ def test_without_the_plugin_the_plan_says_what_it_lacks(monkeypatch):
 
 def test_the_time_model_is_the_one_that_is_stated():
     links = Links(node_bandwidth=100.0, link_bandwidth=50.0, memory_bandwidth=1000.0, flops=10.0)
-    flows = [Flow(100, 400), Flow(200, 100, asynchronous=True)]
-    found = step_time(30.0, flows, 500, links)
+    rows = [
+        Traffic("forward", "all-gather", (), ("bf16",), True, "blocking", 1, 100, 400, pass_bytes=300),
+        Traffic("forward", "all-gather", (), ("bf16",), True, "overlapped", 1, 200, 100, pass_bytes=200),
+    ]
+    found = step_time(30.0, rows, links)
     assert (found.compute, found.passes) == (3.0, 0.5)
     assert (found.between_nodes, found.inside_node) == (4.0, 4.0)
     assert found.hidden == 3.0  # of the asynchronous four seconds, as many as compute lasts

@@ -283,3 +283,24 @@ def test_a_choice_of_trainable_leaves_that_finds_none_is_noticed():
     params = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
     with pytest.warns(zerojax.ZeroNotice, match=r"no leaf is trained.*\['w'\]"):
         zerojax.partition(params, zerojax.make_mesh(), trainable=lambda path, leaf: "lorra" in path)
+
+
+def test_an_optimizer_that_zero_has_not_wrapped_or_not_last(layout, stored):
+    for tx in (optax.adam(1e-3), optax.chain(optax.clip(1.0), zerojax.zero(optax.adam(1e-3), layout))):
+        with refused(r"make_train_step\(.*\): the optimizer must be made by zerojax\.zero\(tx, layout\)"):
+            zerojax.make_train_step(never_run, tx, layout)
+        with refused(r"TrainState\.create\(params, tx\): .* outermost: zero\(optax\.chain"):
+            zerojax.TrainState.create(stored, tx)
+    masked = optax.masked(zerojax.zero(optax.adam(1e-3), layout), {"block": {"w": True, "b": False}})
+    with refused(r"inside another transformation .* outermost: zero\(optax\.masked\(tx, mask\), layout\)"):
+        masked.init(stored)
+
+
+def test_numpy_parameters_that_were_not_sharded(layout):
+    tx = zerojax.zero(optax.adam(1e-3), layout)
+    whole = jax.tree.map(np.asarray, PARAMS)
+    with refused(r"params\['block'\]\['b'\] is a ndarray, not in stored form: pass layout\.shard\(params\)"):
+        zerojax.TrainState.create(whole, tx)
+    odd = models.make_layout({"w": jnp.ones((13, 7))}, "2x4", 3)
+    with refused(r"params\['w'\] has shape \(13, 7\), but the stored form"):
+        zerojax.TrainState.create({"w": np.ones((13, 7), np.float32)}, zerojax.zero(optax.adam(1e-3), odd))

@@ -16,12 +16,11 @@ import optax
 import pytest
 from flax import nnx
 from models import ramp
+from tolerances import FLOAT32
 
 import zerojax
 
 LAYERS, WIDTH, HEADS, TOKENS, LENGTH, BATCH = 2, 24, 2, 29, 6, 16
-# As in test_oracle: float32 sums in another order, one gradient.
-FLOAT32 = 1e-5
 
 
 class Framework(NamedTuple):

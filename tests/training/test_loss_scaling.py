@@ -72,7 +72,7 @@ def test_the_named_profile_starts_at_2_to_the_16_doubles_every_1000_good_steps_a
 
 
 def test_a_scale_that_nothing_limits_stays_a_number():
-    """All gradients zero, as of a frozen model: an infinite scale would make them NaN for good."""
+    """All gradients zero, as of a frozen model: an infinite scale would make them NaN permanently."""
     rule = DynamicScale(growth_interval=1)
     state = init_loss_scale(rule)
     for _ in range(200):

@@ -1,5 +1,7 @@
 """A step that is not finite: its reason in the metrics, skipped or raised by choice, and the state never lost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,3 +119,32 @@ def test_the_first_scale_fits_a_float16_loss():
     _, metrics = step(state, batch_of(0))
     assert bool(metrics["grads_finite"])
     assert float(metrics["loss_scale"]) == 2.0**16
+
+
+@pytest.mark.parametrize("how", ["jit", "scan"])
+def test_inside_a_jit_of_the_users_own_training_goes_on_and_says_so(how):
+    """Nothing can be raised there: before, every later step stood still without a word."""
+    layout, tx, state = prepare(jnp.float32)
+    step = zerojax.make_train_step(loss_fn, tx, layout, on_nonfinite="raise", donate=False)
+    batches = [batch_of(0), batch_of(1, x=jnp.nan), batch_of(2), batch_of(3)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+
+    def train():
+        if how == "scan":
+            return jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, stacked)[0]
+        return functools.reduce(lambda s, one: jitted(s, one)[0], batches, state)
+
+    jitted = jax.jit(step)
+    with pytest.warns(zerojax.ZeroNotice, match="cannot raise inside a jax.jit or scan of your own"):
+        after = train()
+    assert (int(after.step), int(after.skipped)) == (4, 1)
+    with pytest.raises(zerojax.NonFiniteError, match=r"inside a jax\.jit .* the loss and the gradient were not "):
+        after.check()
+    with pytest.raises(zerojax.NonFiniteError):  # and so does the step itself, outside
+        step(after, batches[0])
+    after.resumed().check()
+    want = state
+    for one in (batches[0], batches[2], batches[3]):
+        want, _ = step(want, one)
+    for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(want.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)  # float32 in another program

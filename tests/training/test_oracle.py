@@ -8,15 +8,9 @@ import models
 import numpy as np
 import optax
 import pytest
+from tolerances import BFLOAT16, FLOAT32
 
 import zerojax
-
-# float32 has a unit roundoff of 6e-8. Sums over the batch of 168 in another order differ by about sqrt(168) * 6e-8 =
-# 8e-7 of the leaf's largest value, and five steps of Adam with a learning rate of 1e-2 keep that below 1e-5.
-FLOAT32 = 1e-5
-# One rounding to bfloat16 is 2^-9. A gradient summed over 8 devices in bfloat16 is rounded once on each device and at
-# most 7 times on the way: 8 * 2^-9.
-BFLOAT16 = 2.0**-6
 
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2, weight_decay=0.1),

@@ -1,4 +1,4 @@
-"""Activation checkpointing: values and gradients of the oracle, and memory and traffic compiled for absent GPUs."""
+"""Activation checkpointing: values and gradients of the oracle, and memory and traffic compiled for target GPUs."""
 
 import functools
 
@@ -152,7 +152,7 @@ def memory(mode):
     return figures
 
 
-@pytest.mark.needs_cuda_plugin
+@pytest.mark.aot
 def test_memory_falls_to_the_inputs_of_the_layers_and_below():
     plain, nothing = memory("no checkpoint"), memory("nothing kept")
     assert nothing.temp < plain.temp / 3
@@ -167,7 +167,10 @@ def test_memory_falls_to_the_inputs_of_the_layers_and_below():
 
 
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize("mode", ["nothing kept", "partitioned", "partitioned and offloaded"])
+@pytest.mark.parametrize(
+    "mode",
+    ["partitioned", *(pytest.param(m, marks=pytest.mark.aot) for m in ("nothing kept", "partitioned and offloaded"))],
+)
 def test_the_weights_still_travel_three_times(mode):
     program = compiled(mode)
     large = WIDTH * 4 * WIDTH // 8  # bytes that one gather or reduction of a weight moves at least
@@ -177,7 +180,7 @@ def test_the_weights_still_travel_three_times(mode):
         assert over == {"node": times * WEIGHTS // 8, "local": times * WEIGHTS * 6 // 8}
 
 
-@pytest.mark.needs_cuda_plugin
+@pytest.mark.aot
 def test_partitioning_costs_two_gathers_of_the_input_and_nothing_else():
     before, after = compiled("nothing kept"), compiled("partitioned")
     assert after.received_bytes("all-gather", axes="model") == 2 * CHECKPOINTS // 2

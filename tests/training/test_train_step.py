@@ -9,10 +9,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from tolerances import FLOAT32
 
 import zerojax
-
-FLOAT32 = 1e-5  # as in test_oracle
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 A state is any pytree. Its parameter trees and optimizer states belong to a layout, which says how much of a stored leaf
 is padding; everything else is kept as it is. Two states can be exchanged if their leaves have the same names, logical
-shapes and dtypes, whatever the layouts. Knows nothing of files.
+shapes and dtypes, whatever the layouts.
 """
 
 from __future__ import annotations
@@ -163,9 +163,13 @@ def _some(names: list[str]) -> str:
 
 
 def raw(value: Any) -> Any:
-    """PRNG keys as the integers they are made of; all else as it is."""
+    """What is written: PRNG keys as the integers they are made of, and what zarr has no type for as bytes."""
     if not _compat.is_prng_key(value):
-        return value
+        if str(getattr(value, "dtype", "")) not in ("uint2", "uint4"):
+            return value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(value.shape, jnp.uint8, sharding=value.sharding)
+        return value.astype(jnp.uint8)
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.eval_shape(jax.random.key_data, value)
     return jax.random.key_data(value)

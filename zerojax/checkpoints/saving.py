@@ -1,8 +1,8 @@
-"""`save` and `restore`: checkpoints that know nothing of the layout they were written under.
+"""`save` and `restore`: checkpoints that do not depend on the layout they were written under.
 
 A checkpoint holds *logical* values, written and read shard by shard through Orbax: the padding of a stored leaf is cut
 off before the checkpoint is committed and grown again, as zeros, while each shard is read. So what 8 devices wrote at
-stage 1 is read by 6 at stage 3, each reading its own slices, and no device or host holds a whole leaf that the layout
+stage 1 is read by 6 at stage 3, each reading its own slices, and no device or host holds a full leaf that the layout
 splits. Shapes, dtypes and key paths are written beside the values and checked before anything is read. Knows how a
 state is placed (`zerojax.optimizer.stored`), not how it is trained.
 """
@@ -16,19 +16,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax.checkpoints import paths
 from zerojax.checkpoints.saved_leaves import SavedLeaf, check_same, describe_leaves, raw
+from zerojax.checkpoints.writing import make_handler, nested, orbax, snapshot, stored_shapes
 from zerojax.gradients.feedback import init_feedback
+from zerojax.hosts.agreement import agree, digest, exchange
+from zerojax.layout.checksums import checksums as checksums_of
+from zerojax.layout.facts import layout_facts
+from zerojax.layout.host_arrays import place_whole
 from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice
 from zerojax.training.loss_scaling import DynamicScale
 from zerojax.training.state import TrainState
 
 Tree = Any
-_FORMAT = 1
 
 
 def save(
@@ -39,21 +45,26 @@ def save(
     *,
     step: int | None = None,
     overwrite: bool = False,
+    checksums: bool = True,
 ) -> None:
     """Writes a checkpoint; on several hosts every one calls it, with a path that all of them see.
 
-    It is complete or not there at all: Orbax writes beside the path and renames at the end.
+    It is complete or not there at all: it is written beside the path and renamed at the end. One that it replaces is
+    deleted only after that, and a save that fails leaves nothing behind.
 
     Args:
-        path: directory of the checkpoint (or of the checkpoints by step), or a URL such as "gs://...".
+        path: directory of the checkpoint (or of the checkpoints by step), which may be empty: "~/run", "file:///run",
+            or an object store ("gs://bucket/run").
         state: a `TrainState`, parameters in stored form, or any pytree of such, of `ZeroState`s and of plain arrays.
         layout: the layout of the state.
         tx: the optimizer, needed when the state holds a `ZeroState`: it tells the leaves' shapes without padding.
-        step: writes to the subdirectory of this number; `restore` takes the latest.
-        overwrite: replace a checkpoint that is there.
+        step: writes to the subdirectory of this number (from 0); `restore` takes the latest.
+        overwrite: replace a checkpoint that is there; anything else is refused.
+        checksums: record a checksum of each leaf, which `restore` compares: one pass over the state on the devices.
 
     Raises:
-        ValueError: a leaf is not of this layout (its key path is named), or a checkpoint is there already.
+        ValueError: a leaf is not of this layout (its key path is named), a checkpoint is there already, what is there
+            is not a checkpoint of this function, or the processes differ (in path, step, layout).
         ImportError: Orbax is not installed.
 
     >>> import tempfile, zerojax
@@ -65,36 +76,39 @@ def save(
     >>> params["w"].shape, float(params["w"].sum())  # stored form: 13 rows padded to 16
     ((16, 4), 52.0)
     """
-    ocp, tensorstore = _orbax()
-    if isinstance(state, TrainState):
-        layout.check(state.params, stored=True)
-    leaves = describe_leaves(state, layout, tx)
-    if not any(leaf.placement for leaf in leaves):
-        raise ValueError(
-            "save: nothing in this tree is of the layout; pass parameters, a TrainState or a tree with them"
-        )
-    target = _directory(path, step)
-    if target.exists() and not overwrite:
-        raise ValueError(f"save: {target} exists; pass overwrite=True to replace it, or another step")
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
-    padded = {leaf.name: leaf.shape for leaf in leaves if leaf.shape != jnp.shape(raw(leaf.value))}
-    commit = handler.finalize
+    ocp, tensorstore = orbax()
+    target = paths.checkpoint_path(path, step)
+    taken = snapshot(state, layout, tx, with_checksums=checksums)
+    situation = begin_saving(target, taken.about, layout, overwrite=overwrite)
+    handler = make_handler(ocp, tensorstore, taken.padded)
+    place = paths.place_for(target, situation)
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(place, ocp.args.PyTreeSave(taken.tree), custom_metadata={"zerojax": taken.about})
+    except BaseException:
+        if jax.process_index() == 0:
+            paths.remove_unfinished(target.parent, target.name)
+        raise
+    if situation == "ours":
+        agree("save: replacing the old checkpoint", {}, lambda: paths.take_place(target) or "")
 
-    def finalize(directory: Any) -> None:  # run by one process, after all have written and before the renaming
-        commit(directory)
-        _cut_padding(tensorstore, str(directory), padded)
 
-    handler.finalize = finalize  # an instance's own: a subclass would put its name into every checkpoint
-    about = {
-        "format": _FORMAT,
-        "kind": type(state).__name__,
-        "mesh": dict(layout.mesh.shape),
-        "stage": layout.stage,
-        "leaves": {leaf.name: [leaf.dtype, list(leaf.shape)] for leaf in leaves},
-    }
-    with ocp.Checkpointer(handler) as checkpointer:
-        tree = _nested({leaf.names: raw(leaf.value) for leaf in leaves if not leaf.is_empty})
-        checkpointer.save(target, ocp.args.PyTreeSave(tree), force=overwrite, custom_metadata={"zerojax": about})
+def begin_saving(target: Any, about: dict[str, Any], layout: Layout, *, overwrite: bool) -> str:
+    """Whether the place is free or holds a checkpoint to replace; the processes agree on what is to be written where.
+
+    Raises:
+        ValueError: they do not, or do not share the folder; or something is there that must not be replaced.
+    """
+
+    def decide() -> str:
+        situation = paths.check_place(target, overwrite)
+        paths.prepare_place(target, situation)
+        return situation
+
+    facts = {"path": target, "what is saved": digest(sorted(about["leaves"].items())), **layout_facts(layout)}
+    situation = agree("save", facts, decide)
+    paths.check_shared(target.parent)
+    return situation
 
 
 def restore(
@@ -121,7 +135,9 @@ def restore(
 
     Raises:
         FileNotFoundError: no checkpoint is there.
-        ValueError: it is of another model, optimizer or dtype: what differs is named by key path, shape and dtype.
+        ValueError: it is of another model, optimizer or dtype: what differs is named by key path, shape and dtype; it
+            is damaged (what is missing, shorter or of another checksum is named, and which steps are whole); the
+            processes do not see the same.
         ImportError: Orbax is not installed.
 
     >>> import tempfile, zerojax
@@ -136,16 +152,76 @@ def restore(
     >>> state.params["w"].addressable_shards[0].data.shape  # 13 rows on 3 devices, padded to 15
     (5, 4)
     """
-    ocp, _ = _orbax()
+    orbax()
+    folder = paths.checkpoint_path(path)
+    step = None if step is None else paths.check_step(step)
+    facts = {"path": folder, "step": step, **layout_facts(layout)}
+    target = paths.checkpoint_path(agree("restore", facts, lambda: str(paths.find(folder, step))))
+    return read(target, layout, tx, like)
+
+
+def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, like: Tree | None) -> Tree:
+    """Reads one checkpoint; all processes raise if one of them cannot.
+
+    Raises:
+        DamagedCheckpoint: it is not whole, or its values are not those that were saved.
+        ValueError: as `restore`.
+    """
+    about, problem = {}, None
+    try:
+        about = paths.read_about(target)
+    except ValueError as error:
+        problem = error
+    agree("restore", {f"what they see of {target}": problem or digest(about)})
+    if problem is not None:
+        raise problem
     prefix: tuple[str, ...] = ()
-    target, about = _find(ocp, path, step)
     if like is None and tx is not None:
         like = _train_state_like(about, layout, tx)
     elif like is None:
         like = layout.param_shapes()
         prefix = ("params",) if about["kind"] == TrainState.__name__ else ()
-    leaves = [dataclasses.replace(leaf, names=(*prefix, *leaf.names)) for leaf in describe_leaves(like, layout, tx)]
+    leaves = describe_leaves(like, layout, tx)
+    if prefix:  # a bare array has no name of its own there
+        inside = () if jax.tree_util.treedef_is_leaf(jax.tree.structure(like)) else None
+        leaves = [dataclasses.replace(x, names=(*prefix, *(x.names if inside is None else inside))) for x in leaves]
     check_same(leaves, about, target, prefix)
+    values, problem = [], ""
+    try:
+        if jax.process_index() == 0:
+            _check_lengths(target, leaves)
+        values = _read_values(target, leaves, layout)
+    except (MemoryError, paths.DamagedCheckpoint) as error:
+        problem = str(error)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        problem = f"{target} is damaged: {type(error).__name__}: {str(error)[:300]}. {paths.remedy(target)}"
+    if problem := next(filter(None, exchange("restore: what was read", problem)), ""):
+        raise paths.DamagedCheckpoint(problem)
+    _check_values(target, leaves, values, about)
+    values = [_from_raw(x, leaf.value) for x, leaf in zip(values, leaves, strict=True)]
+    restored = jax.tree.unflatten(jax.tree.structure(like), values)
+    if isinstance(restored, TrainState) and layout.config.error_feedback and restored.feedback is None:
+        restored = restored._replace(feedback=init_feedback(layout))
+    return restored
+
+
+def _check_lengths(target: Any, leaves: list[SavedLeaf]) -> None:
+    """Refuses arrays that are not as long as they were when they were saved: the rest would be read as zeros."""
+    _, tensorstore = orbax()
+    found = stored_shapes(tensorstore, target, [leaf.name for leaf in leaves if not leaf.is_empty])
+    for leaf in leaves:
+        if not leaf.is_empty and found[leaf.name] != leaf.shape:
+            raise paths.DamagedCheckpoint(
+                f"{target} is damaged: the array {leaf.name} has shape {found[leaf.name]}, but {leaf.shape} was saved. "
+                + paths.remedy(target)
+            )
+
+
+def _read_values(target: Any, leaves: list[SavedLeaf], layout: Layout) -> list[Any]:
+    """The arrays in stored form, PRNG keys as integers; each device reads its own slices."""
+    ocp, _ = orbax()
     restore_args = {
         leaf.names: ocp.ArrayRestoreArgs(
             # Longer than what is saved is filled with zeros while it is read, shard by shard: the padding.
@@ -154,19 +230,25 @@ def restore(
         for leaf in leaves
         if not leaf.is_empty
     }  # fmt: skip
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        request = ocp.args.PyTreeRestore(
-            item=_nested(dict.fromkeys(restore_args, 0)), restore_args=_nested(restore_args), partial_restore=True
+    request = ocp.args.PyTreeRestore(
+        item=nested(dict.fromkeys(restore_args, 0)), restore_args=nested(restore_args), partial_restore=True
+    )
+    # The handler itself: no process waits for another that cannot read.
+    found = ocp.PyTreeCheckpointHandler().restore(target, args=request)
+    return [_empty(leaf, layout) if leaf.is_empty else _get(found, leaf.names) for leaf in leaves]
+
+
+def _check_values(target: Any, leaves: list[SavedLeaf], values: list[Any], about: dict[str, Any]) -> None:
+    """Compares checksums; the sums are global values, so that all processes come to the same."""
+    saved = about.get("checksums") or {}
+    checked = [(leaf, x) for leaf, x in zip(leaves, values, strict=True) if leaf.name in saved]
+    sums = checksums_of([x for _, x in checked])
+    wrong = [leaf.path for (leaf, _), total in zip(checked, sums, strict=True) if total != saved[leaf.name]]
+    if wrong:
+        raise paths.DamagedCheckpoint(
+            f"{target} is damaged: {len(wrong)} of {len(checked)} leaves do not have the checksum that they were saved "
+            f"with, {wrong[0]} first. {paths.remedy(target)}"
         )
-        found = checkpointer.restore(target, request)
-    values = [
-        _rewrap_prng_key(_empty(leaf, layout) if leaf.is_empty else _get(found, leaf.names), leaf.value)
-        for leaf in leaves
-    ]
-    restored = jax.tree.unflatten(jax.tree.structure(like), values)
-    if isinstance(restored, TrainState) and layout.config.error_feedback and restored.feedback is None:
-        restored = restored._replace(feedback=init_feedback(layout))
-    return restored
 
 
 def _train_state_like(about: dict[str, Any], layout: Layout, tx: optax.GradientTransformation) -> TrainState:
@@ -185,7 +267,7 @@ def _train_state_like(about: dict[str, Any], layout: Layout, tx: optax.GradientT
             "the error feedback in the checkpoint is of another layout: it is left out, and starts from zero where the "
             "configuration has it",
             ZeroNotice,
-            stacklevel=3,
+            stacklevel=4,
         )
     return like if wanted == found else like._replace(feedback=None)
 
@@ -202,74 +284,18 @@ def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
 
 
 def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
-    return jax.device_put(jnp.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
+    return place_whole(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
 
 
-def _rewrap_prng_key(value: jax.Array, like: Any) -> jax.Array:
+def _from_raw(value: jax.Array, like: Any) -> jax.Array:
     if not _compat.is_prng_key(like):
-        return value
+        return value if value.dtype == jnp.result_type(like) else value.astype(like.dtype)
     kind: list[Any] = []  # of keys that may be shapes only: asked under a trace
     jax.eval_shape(lambda keys: kind.append(jax.random.key_impl(keys)), like)
     return jax.random.wrap_key_data(value, impl=kind[0])
-
-
-def _nested(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for names, value in flat.items():
-        node = out
-        for name in names[:-1]:
-            node = node.setdefault(name, {})
-        node[names[-1]] = value
-    return out
 
 
 def _get(tree: Tree, names: tuple[str, ...]) -> Any:
     for name in names:
         tree = tree[name]
     return tree
-
-
-def _cut_padding(tensorstore: Any, directory: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Declares the arrays of a written checkpoint to end where the padding begins."""
-    base: Any = directory.rstrip("/") + "/"
-    store = {"driver": "ocdbt", "base": base if "://" in base else {"driver": "file", "path": base}}
-    opened = {
-        name: tensorstore.open({"driver": "zarr", "kvstore": {**store, "path": f"{name}/"}}, open=True)
-        for name in shapes
-    }
-    for array in [opened[name].result().resize(exclusive_max=shape, resize_metadata_only=True)
-                  for name, shape in shapes.items()]:  # fmt: skip
-        array.result()
-
-
-def _directory(path: str | os.PathLike[str], step: int | None) -> Any:
-    from etils import epath
-
-    target = epath.Path(path)
-    if "://" not in str(path):
-        target = epath.Path(os.path.abspath(path))
-    return target if step is None else target / str(step)
-
-
-def _find(ocp: Any, path: str | os.PathLike[str], step: int | None) -> tuple[Any, dict[str, Any]]:
-    """The checkpoint's directory and what `save` wrote of it."""
-    target = _directory(path, step)
-    if step is None and target.exists() and not (target / "_CHECKPOINT_METADATA").exists():
-        steps = [int(d.name) for d in ocp.utils.checkpoint_steps_paths(target) if d.name.isdigit()]
-        target = target / str(max(steps)) if steps else target
-    if not (target / "_CHECKPOINT_METADATA").exists():
-        raise FileNotFoundError(f"restore: no checkpoint at {target}")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        about = (checkpointer.metadata(target).custom_metadata or {}).get("zerojax")
-    if about is None or about["format"] != _FORMAT:
-        raise ValueError(f"{target} is an Orbax checkpoint that zerojax.save (format {_FORMAT}) did not write")
-    return target, about
-
-
-def _orbax() -> tuple[Any, Any]:
-    try:
-        import orbax.checkpoint
-        import tensorstore
-    except ImportError as err:
-        raise ImportError("zerojax.save and zerojax.restore need Orbax: pip install orbax-checkpoint") from err
-    return orbax.checkpoint, tensorstore

@@ -3,7 +3,7 @@
 `Collectives` is a record of pure functions over (local array, Placement), so that plain and quantised versions are
 interchangeable values. The plain gather runs over "node" first and then over "local": with slices in local-major order
 each hop concatenates contiguous chunks, and every byte crosses into a node once. The reduction is its mirror image.
-Costs stand beside the code, in bytes received per device. Knows nothing of trees, stages or where it is called from.
+Costs stand beside the code, in bytes received per device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.layout.placement import Placement, pad, unpad
+from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
 
 Sizes = Mapping[str, int]
 Held = Any
@@ -52,7 +52,10 @@ class Collectives(NamedTuple):
 def plain_collectives(
     other_axes: tuple[str, ...] = (), grad_dtype: str | None = None, *, secondary: bool = False
 ) -> Collectives:
-    """Unquantised collectives; the wire carries the dtype of the operand (2 bytes for bfloat16 on every backend).
+    """Unquantised collectives; the wire carries the dtype of the operand.
+
+    A gather of two-byte floats sends two bytes on every backend: it travels as integers. A reduction has to add on the
+    way: GPUs reduce bfloat16 in two bytes, XLA on CPU widens it to float32 and sends four.
 
     Args:
         other_axes: mesh axes left to the compiler. A collective on an array that the compiler has split over such an
@@ -141,6 +144,25 @@ def within_other_axes(
     )
 
 
+def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
+    """The gather of values rather than bits, which JAX can transpose: for derivatives of gradients."""
+    if not placement.is_sharded:
+        return shard
+
+    def move(x: jax.Array) -> jax.Array:
+        assert placement.dim is not None
+        for axis in placement.axes:
+            x = lax.all_gather(x, axis, axis=placement.dim, tiled=True)
+        return x
+
+    return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
+
+
+def reduce_linearly(full: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
+    """The reduction in the dtype of its operand: the transpose of `gather_linearly`."""
+    return within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(full, placement))
+
+
 def _gather(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """All-gather along the placement's dim, outermost axis first; local to local (padded)."""
     assert placement.dim is not None
@@ -160,13 +182,20 @@ def _reduce(full: jax.Array, placement: Placement) -> jax.Array:
 
 
 def _as_bits(x: jax.Array) -> jax.Array:
-    """Two-byte floats as uint16: the wire stays 2 bytes wide and no cast can move across the collective."""
+    """Two-byte floats as uint16: the wire stays 2 bytes wide and no cast can move across the collective.
+
+    Integers of 2 bits travel as bytes: XLA's collectives of them on the CPU end the process.
+    """
+    if is_two_bits(x.dtype):
+        return x.astype(jnp.int8)
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
         return lax.bitcast_convert_type(x, jnp.uint16)
     return x
 
 
 def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    if is_two_bits(dtype):
+        return x.astype(dtype)
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 

@@ -3,14 +3,16 @@
 Weights (arXiv 2306.10209, section 3.1): each device quantises its shard in blocks once, levels and scales are gathered
 over "node" and then over "local", and every device, the owner included, computes with the same dequantised values.
 Gradients (section 3.3): hop 1 sends each device of the node its slices by all-to-all and sums what arrives in float32;
-hop 2 does the same between nodes. Slices are in local-major order, so nothing is reordered between the hops. Payload
-and scales of an all-to-all travel as one message of bytes. Knows nothing of trees or stages; alone imports
-the kernels.
+hop 2 does the same between nodes. Slices are in local-major order, so nothing is reordered between the hops. Levels and
+scales travel as one message of bytes, large ones as two, whether XLA or a kernel wrote them. The only importer of
+the kernels here.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,43 +21,43 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import (
-    BlockFormat,
+    QuantFormat,
     QuantizedArray,
     dequantize,
     dequantize_sum,
     dequantize_sum_quantize,
     from_slices,
-    kernels_preferred,
-    pack_apart,
-    pack_bytes,
+    kernel_policy,
     quantize_slices,
+    to_messages,
     to_slices,
     unpack_bytes,
 )
+from pallas_kernels.choice import Policy
 from zerojax.collectives.plain import Collectives, Sizes, grown_bytes, within_other_axes
-from zerojax.config import QuantFormat
 from zerojax.layout.placement import Placement, pad, trimmed_spec, unpad
 
 Pair = tuple[QuantFormat, QuantFormat]
 
 
-def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[str, ...] = ()) -> Collectives:
+def quantized_weights(
+    plain: Collectives, fmt: QuantFormat, other_axes: tuple[str, ...] = (), kernels: Policy = "auto"
+) -> Collectives:
     """`plain` with the weight gathers of large leaves quantised; other leaves move as before.
 
     Args:
         plain: unquantised collectives, with or without a secondary partition.
         fmt: format on the wire; the result has the dtype of the shard.
         other_axes: mesh axes left to the compiler.
+        kernels: who quantises, see `ZeroConfig`.
     """
-    block_format = _block_format(fmt)
 
     def gather(shard: jax.Array, placement: Placement) -> jax.Array:
         if not placement.is_quantized:
             return plain.gather(shard, placement)
 
         def move(x: jax.Array) -> jax.Array:
-            held = _quantized_over(x, placement.axes[:-1], block_format, stack=0)
-            return _dequantized_over(held, placement.axes[-1:], placement)
+            return _dequantized(_quantized_over(x, placement.axes, fmt, stack=0), placement)
 
         return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
 
@@ -64,7 +66,7 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
         if not _layer(placement, stack).is_quantized:
             return plain.secondary(shard, placement, stack)
         move = within_other_axes(
-            lambda x: _quantized_over(x, placement.axes[:-1], block_format, stack),
+            lambda x: _quantized_over(x, placement.axes[:-1], fmt, stack),
             placement, other_axes, out_spec=_held_spec(placement, stack),
         )  # fmt: skip
         return move(shard)
@@ -73,7 +75,7 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
         if not isinstance(held, QuantizedArray):
             return plain.gather_secondary(held, placement)
         move = within_other_axes(
-            lambda q: _dequantized_over(q, placement.axes[-1:], placement),
+            lambda q: _dequantized(_gathered(q, placement.axes[-1:], 0), placement),
             placement, other_axes, in_spec=_held_spec(placement, 0),
         )  # fmt: skip
         return unpad(move(held), placement)
@@ -81,19 +83,19 @@ def quantized_weights(plain: Collectives, fmt: QuantFormat, other_axes: tuple[st
     def gather_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
         if not placement.is_quantized:
             return plain.gather_bytes(placement, sizes)
-        return grown_bytes(block_format.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
+        return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
 
     return plain._replace(
-        gather=gather,
-        secondary=None if plain.secondary is None else secondary,
-        gather_secondary=gather_secondary,
+        gather=_under(kernels, gather),
+        secondary=None if plain.secondary is None else _under(kernels, secondary),
+        gather_secondary=_under(kernels, gather_secondary),
         gather_bytes=gather_bytes,
     )
 
 
 def quantized_gradients(
     plain: Collectives, formats: Pair, axes: tuple[str, ...], rounding: str = "nearest",
-    other_axes: tuple[str, ...] = (),
+    other_axes: tuple[str, ...] = (), kernels: Policy = "auto",
 ) -> Collectives:  # fmt: skip
     """`plain` with the reduction of large leaves quantised; other leaves are reduced as before.
 
@@ -104,11 +106,12 @@ def quantized_gradients(
         axes: the configured data axes, outermost first.
         rounding: "nearest" or "stochastic"; the seed is taken from the gradient's own bits.
         other_axes: mesh axes left to the compiler.
+        kernels: who quantises, see `ZeroConfig`.
     """
-    inside, between = (_block_format(f) for f in formats)
+    inside, between = formats
     rotates = inside.rotate is not None or between.rotate is not None
 
-    def hops(placement: Placement) -> list[tuple[str, BlockFormat]]:
+    def hops(placement: Placement) -> list[tuple[str, QuantFormat]]:
         """Axes and formats of the hops, innermost first."""
         outermost = axes[0]
         return [(axis, between if axis == outermost else inside) for axis in reversed(placement.axes)]
@@ -150,45 +153,58 @@ def quantized_gradients(
             slices //= sizes[axis]
         return received
 
-    return plain._replace(reduce=reduce, reduce_with_feedback=reduce_with_feedback, reduce_bytes=reduce_bytes)
+    return plain._replace(
+        reduce=_under(kernels, reduce),
+        reduce_with_feedback=_under(kernels, reduce_with_feedback),
+        reduce_bytes=reduce_bytes,
+    )
 
 
-def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: BlockFormat, stack: int) -> QuantizedArray:
+def _under(kernels: Policy, move: Callable[..., Any]) -> Callable[..., Any]:
+    """The movement, traced under a policy of kernels."""
+
+    @functools.wraps(move)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        with kernel_policy(kernels):
+            return move(*args, **kwargs)
+
+    return moved
+
+
+def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, stack: int) -> QuantizedArray:
     """The shard quantised and gathered over some axes: lead dims (*stack, *axes), the last axis gathered last."""
     lead, one = shard.shape[:stack], shard.shape[stack:]
     flat = shard.reshape(math.prod(lead), *one) if stack else shard[None]
-    q = quantize_slices(flat, dim=0, num_slices=flat.shape[0], **fmt.keywords())
+    q = quantize_slices(flat, fmt, dim=0, num_slices=flat.shape[0])
     qvalue, scale, tile_scale = (
         None if a is None else a.reshape(*lead, *a.shape[1:]) for a in (q.qvalue, q.scale, q.tile_scale)
     )
     assert qvalue is not None and scale is not None  # noqa: PT018
-    q = QuantizedArray(qvalue, scale, tile_scale, q.format, tuple(one), q.dtype)
-    for axis in axes:
-        q = jax.tree.map(lambda a, axis=axis: _all_gather(a, axis, stack), q)
-    return q
+    return _gathered(QuantizedArray(qvalue, scale, tile_scale, q.format, tuple(one), q.dtype), axes, stack)
 
 
-def _dequantized_over(q: QuantizedArray, axes: tuple[str, ...], placement: Placement) -> jax.Array:
-    """The full padded leaf from a quantised part, gathered over the last axes."""
-    for axis in axes:
-        q = jax.tree.map(lambda a, axis=axis: _all_gather(a, axis, 0), q)
+def _dequantized(q: QuantizedArray, placement: Placement) -> jax.Array:
+    """The full padded leaf from its quantised shards."""
     assert placement.dim is not None
     return dequantize(q, merge_dim=placement.dim)
 
 
-def _all_gather(x: jax.Array, axis: str, position: int) -> jax.Array:
-    """All-gather into a new dim; scales travel as bits, so that no backend widens them."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        bits = lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
-        return lax.bitcast_convert_type(lax.all_gather(bits, axis, axis=position), x.dtype)
-    return lax.all_gather(x, axis, axis=position)
+def _gathered(q: QuantizedArray, axes: tuple[str, ...], position: int) -> QuantizedArray:
+    """All-gathers over some axes into new lead dims, one message an axis (two where they are large)."""
+    if not axes:
+        return q
+    # As the dtype of a level, so that a compiled program shows what travels.
+    messages = [lax.bitcast_convert_type(m, q.qvalue.dtype) for m in to_messages(q)]
+    for axis in axes:
+        messages = [lax.all_gather(m, axis, axis=position) for m in messages]
+    return unpack_bytes(tuple(lax.bitcast_convert_type(m, jnp.uint8) for m in messages), q)
 
 
 def _reduced(
     full: jax.Array,
     feedback: jax.Array | None,
     placement: Placement,
-    hops: list[tuple[str, BlockFormat]],
+    hops: list[tuple[str, QuantFormat]],
     rounding: str,
 ) -> tuple[jax.Array, jax.Array | None]:
     """This device's shard of the sum, float32, and what the last hop lost: one all-to-all of byte messages per hop."""
@@ -196,13 +212,13 @@ def _reduced(
     sizes = tuple(lax.axis_size(axis) for axis, _ in hops)
     seed = _seed(full) if rounding == "stochastic" else None
     how = {"rounding": rounding, "seed": seed}
-    q, lost = quantize_slices(full, dim=placement.dim, num_slices=sizes, **hops[0][1].keywords(), **how), None
+    q, lost = quantize_slices(full, hops[0][1], dim=placement.dim, num_slices=sizes, **how), None
     for (axis, _), following in zip(hops, [*hops[1:], None], strict=True):
         q = _exchanged(q, axis)
         if following is None:
             return dequantize_sum(q, axis=0), lost
         # Another seed: the draws of two hops must not depend on each other.
-        how |= {"axis": 0, **following[1].keywords(), "seed": None if seed is None else seed + jnp.uint32(1)}
+        how |= {"axis": 0, "fmt": following[1], "seed": None if seed is None else seed + jnp.uint32(1)}
         if feedback is None:
             q = dequantize_sum_quantize(q, **how)
         else:
@@ -213,15 +229,12 @@ def _reduced(
 
 
 def _exchanged(q: QuantizedArray, axis: str) -> QuantizedArray:
-    """Slice i of the first lead dim to device i of the axis, as bytes: one message, or two where kernels write them."""
+    """Slice i of the first lead dim to device i of the axis, as bytes, one message (two where they are large)."""
 
     def to_all(message: jax.Array) -> jax.Array:
         return lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
 
-    if kernels_preferred():
-        payload, scales = pack_apart(q)
-        return unpack_bytes((to_all(payload), to_all(scales)), q)
-    return unpack_bytes(to_all(pack_bytes(q)), q)
+    return unpack_bytes(tuple(to_all(message) for message in to_messages(q)), q)
 
 
 def _without_padding(part: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
@@ -261,9 +274,3 @@ def _held_spec(placement: Placement, stack: int) -> PartitionSpec:
         names += [] if entry is None else [entry] if isinstance(entry, str) else list(entry)
     gathered = len(placement.axes) - 1
     return trimmed_spec([*(None,) * (stack + gathered), tuple(names) or None])
-
-
-def _block_format(fmt: QuantFormat) -> BlockFormat:
-    return BlockFormat(
-        bits=fmt.bits, block_size=fmt.block_size, scale_dtype=fmt.scale_dtype, levels=fmt.levels, rotate=fmt.rotate  # type: ignore[arg-type]
-    )  # fmt: skip

@@ -1,11 +1,22 @@
-"""The collectives that a configuration asks for: plain ones, with weights or gradients quantised where it says so."""
+"""The collectives that a configuration asks for: plain ones, with weights or gradients quantised where it says so.
+
+A movement that rounds, or that carries a float as bits, has a derivative of zero to JAX. Here each gets the one that is
+meant: that of the unquantised movement (straight-through), so that a gradient can itself be differentiated, in either
+mode.
+"""
 
 from __future__ import annotations
 
-from zerojax.collectives.plain import Collectives, identity_gather, plain_collectives
-from zerojax.collectives.quantized import quantized_gradients, quantized_weights
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.collectives.plain import Collectives, gather_linearly, identity_gather, plain_collectives, reduce_linearly
+from zerojax.collectives.quantized import Pair, quantized_gradients, quantized_weights
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import other_axes
+from zerojax.layout.placement import Placement
 
 
 def layout_collectives(layout: Layout) -> Collectives:
@@ -14,12 +25,54 @@ def layout_collectives(layout: Layout) -> Collectives:
     others = other_axes(layout.mesh, config.axes)
     out = plain_collectives(others, config.grad_dtype, secondary=has_secondary(layout))
     if config.quantize_weights is not None:
-        out = quantized_weights(out, config.quantize_weights, others)  # type: ignore[arg-type]
+        out = quantized_weights(out, config.quantize_weights, others, config.kernels)  # type: ignore[arg-type]
     if config.quantize_gradients is not None:
-        out = quantized_gradients(out, config.quantize_gradients, config.axes, config.rounding, others)  # type: ignore[arg-type]
+        pair: Pair = config.quantize_gradients  # type: ignore[assignment]
+        out = quantized_gradients(out, pair, config.axes, config.rounding, others, config.kernels)
+    out = _with_derivatives(out, others)
     return out if layout.stage >= 3 else identity_gather(out)
 
 
+def _with_derivatives(moves: Collectives, others: tuple[str, ...]) -> Collectives:
+    """The same movements with the derivatives of the unquantised ones; what is fed back has none."""
+
+    def gather(shard: jax.Array, placement: Placement) -> jax.Array:
+        @jax.custom_jvp
+        def moved(shard: jax.Array) -> jax.Array:
+            return moves.gather(shard, placement)
+
+        @moved.defjvp
+        def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return moved(*primals), gather_linearly(tangents[0], placement, others)
+
+        return moved(shard)
+
+    def reduce(full: jax.Array, placement: Placement) -> jax.Array:
+        @jax.custom_jvp
+        def moved(full: jax.Array) -> jax.Array:
+            return moves.reduce(full, placement)
+
+        @moved.defjvp
+        def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return moved(*primals), reduce_linearly(tangents[0], placement, others)
+
+        return moved(full)
+
+    def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
+        @jax.custom_jvp
+        def moved(full: jax.Array, feedback: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return moves.reduce_with_feedback(full, feedback, placement)
+
+        @moved.defjvp
+        def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+            shard, lost = moved(*primals)
+            return (shard, lost), (reduce_linearly(tangents[0], placement, others), jnp.zeros_like(lost))
+
+        return moved(full, feedback)
+
+    return moves._replace(gather=gather, reduce=reduce, reduce_with_feedback=reduce_with_feedback)
+
+
 def has_secondary(layout: Layout) -> bool:
-    """Whether a secondary partition differs from both the shard and the whole leaf on this mesh."""
+    """Whether a secondary partition differs from both the shard and the full leaf on this mesh."""
     return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)

@@ -2,13 +2,14 @@
 
 What a placement cannot know about traffic is in the loss itself: a float32 parameter that is cast to bfloat16 travels
 in 2 bytes, a stack that is scanned over moves one layer at a time, and the table of an embedding lookup is not read
-again by the backward pass. This follows the parameters through the traced loss, with nothing compiled. Knows nothing of
-meshes or placements.
+again by the backward pass. This follows the parameters through the traced loss, with nothing compiled, by the table and
+by the `Loop` that the evaluator runs by.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _compat
+from zerojax.gather.primitives import DEFERRED_AT_ONCE, PRIMITIVES, Kind, kind_of, layer_flags
+from zerojax.gather.replicated import Flags, body_flags
 
-# Operations that only rearrange, repeat or copy: the parameter goes on under another shape.
-_VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice", "copy",
-                    "copy_p", "sharding_constraint", "stop_gradient", "dynamic_slice"})  # fmt: skip
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat", "custom_jvp_call",
-                    "custom_vjp_call", "custom_vjp_call_jaxpr"})  # fmt: skip
-_CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
 # Linear in the parameter with coefficients that do not depend on it: its value is not needed for any gradient.
 _LINEAR = frozenset({"gather", "add", "add_any", "sub", "neg", "concatenate", "pad", "reduce_sum", "select_n", "psum"})
 
@@ -34,13 +31,15 @@ class LeafUse:
 
     Attributes:
         dtype: in which it enters the computation.
-        layers: length of the scan that takes it apart along dim 0; 1 outside of such a scan.
+        layers: in how many parts along dim 0 it is gathered: the length of the loop that takes it apart, else 1.
         in_backward: whether the backward pass needs its value: an operation that is not linear in it, or recomputation.
+        repeats: how often all of it is gathered: the length of a loop around that loop.
     """
 
     dtype: np.dtype
     layers: int = 1
     in_backward: bool = True
+    repeats: int = 1
 
 
 def leaf_uses(jaxpr: Any, num_leaves: int) -> list[tuple[LeafUse, ...]]:
@@ -51,60 +50,291 @@ def leaf_uses(jaxpr: Any, num_leaves: int) -> list[tuple[LeafUse, ...]]:
         num_leaves: number of leading inputs to follow.
 
     Returns:
-        For each of them its uses, one per dtype and number of layers; none for a parameter that is not used.
+        For each of them its uses, one per dtype, number of layers and repeats; none for a parameter that is not used.
 
     >>> import jax
     >>> loss = lambda w, x: jnp.sum(x @ w.astype(jnp.bfloat16))
     >>> leaf_uses(jax.make_jaxpr(loss)(jnp.ones((4, 4)), jnp.ones((2, 4), jnp.bfloat16)), 1)
-    [(LeafUse(dtype=dtype(bfloat16), layers=1, in_backward=True),)]
+    [(LeafUse(dtype=dtype(bfloat16), layers=1, in_backward=True, repeats=1),)]
     """
     inner, _ = _compat.open_jaxpr(jaxpr)
-    return [merged(_follow(inner, var, jnp.dtype(var.aval.dtype), 1, False)) for var in inner.invars[:num_leaves]]
+    first = [i < num_leaves for i in range(len(inner.invars))]
+    return uses_in(inner, first, first)[:num_leaves]
 
 
-def merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
-    """Uses of the same dtype and layers as one: within a step they share a gather."""
-    found: dict[tuple[Any, int], bool] = {}
-    for use in uses:
-        key = use.dtype, use.layers
-        found[key] = found.get(key, False) or use.in_backward
-    return tuple(LeafUse(*key, again) for key, again in found.items())
+def uses_in(jaxpr: Any, followed: Sequence[bool], replicated: Sequence[bool]) -> list[tuple[LeafUse, ...]]:
+    """The different uses, in a part of a loss, of some of its inputs.
+
+    Args:
+        jaxpr: the part.
+        followed: for each of its inputs, whether it is followed.
+        replicated: for each of them, whether its value is the same on every device.
+
+    Returns:
+        For each input its uses; none for one that is not followed.
+    """
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    values = [(_Leaf.of(var),) if wanted else () for var, wanted in zip(inner.invars, followed, strict=True)]
+    _end(_follow(inner, values, replicated, _Place()), _Place())
+    return [_merged([use for leaf in value for use in leaf.uses]) for value in values]
 
 
-def _follow(jaxpr: Any, var: Any, dtype: np.dtype, layers: int, recomputed: bool) -> list[LeafUse]:
-    uses: list[LeafUse] = []
+def uses_inside(eqn: Any, followed: Sequence[bool], replicated: Sequence[bool]) -> list[tuple[LeafUse, ...]]:
+    """The uses, in what an equation holds, of some of its inputs, as if it were entered."""
+    values = [(_Leaf.of(var),) if wanted else () for var, wanted in zip(eqn.invars, followed, strict=True)]
+    kind = PRIMITIVES.get(eqn.primitive.name, Kind.GATHER)
+    _end(_of_equation(eqn, kind, values, list(replicated), _Place()), _Place())
+    return [_merged([use for leaf in value for use in leaf.uses]) for value in values]
+
+
+def holds_loop(jaxpr: Any) -> bool:
+    """Whether there is a loop in a jaxpr, at any depth."""
+    return any(
+        PRIMITIVES.get(eqn.primitive.name) in (Kind.SCAN, Kind.WHILE) or any(map(holds_loop, _compat.sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def cast_target(uses: Sequence[LeafUse], dtype: np.dtype) -> np.dtype:
+    """The narrower float dtype to which every use casts a parameter of `dtype`; `dtype` if there is none.
+
+    >>> cast_target([LeafUse(jnp.dtype("bfloat16"))], jnp.dtype("float32"))
+    dtype(bfloat16)
+    """
+    dtypes = {use.dtype for use in uses}
+    return dtypes.pop() if len(dtypes) == 1 else dtype
+
+
+def is_layered(uses: Sequence[LeafUse]) -> bool:
+    """Whether a parameter is used, and by nothing but loops that take one layer at a time.
+
+    >>> is_layered([LeafUse(jnp.dtype("float32"), layers=4)]), is_layered([])
+    (True, False)
+    """
+    return bool(uses) and all(use.layers > 1 for use in uses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A `scan` or `while` equation, and what of its inputs enters the body in stored form.
+
+    Attributes:
+        body: its open jaxpr: constants, carried values, one layer of each array that is scanned over.
+        outside: number of inputs of the equation that do not enter the body: those of the condition of a `while`.
+        consts: number of constants.
+        carried: number of carried values.
+        length: number of iterations; 1 where it is not known.
+    """
+
+    body: Any
+    outside: int
+    consts: int
+    carried: int
+    length: int
+
+    @classmethod
+    def of(cls, eqn: Any) -> Loop:
+        """The loop of an equation."""
+        if eqn.primitive.name == "scan":
+            consts, carried = _compat.scan_arity(eqn.params)
+            return cls(_compat.open_jaxpr(eqn.params["jaxpr"])[0], 0, consts, carried, eqn.params["length"])
+        body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
+        consts = eqn.params["body_nconsts"]
+        return cls(body, eqn.params["cond_nconsts"], consts, len(body.invars) - consts, 1)
+
+    @property
+    def first_xs(self) -> int:
+        """Number of the body's first input that is scanned over."""
+        return self.consts + self.carried
+
+    @property
+    def unchanged(self) -> list[bool]:
+        """For each carried value, whether the body returns it as it came."""
+        carried = self.body.invars[self.consts : self.first_xs]
+        return [out is var for out, var in zip(self.body.outvars, carried, strict=False)]
+
+    def flags(self, replicated: Sequence[bool]) -> list[bool]:
+        """For each input of the body, whether it is the same on every device, by the inputs of the equation."""
+        return body_flags(self.body, self.consts, self.carried, replicated[self.outside :])
+
+    def uses(self, followed: Sequence[bool], flags: Sequence[bool]) -> list[tuple[LeafUse, ...]]:
+        """How the body uses its inputs."""
+        return uses_in(self.body, followed, flags)
+
+    def stored(self, followed: Sequence[bool], flags: Sequence[bool]) -> list[bool]:
+        """Which of the body's inputs that are parameters enter it in stored form.
+
+        Those that are scanned over; and those that stay the same if the body takes one layer at a time of them, for
+        gathering others in each iteration would multiply the traffic: they are gathered once, before the loop.
+        """
+        constant = [*[True] * self.consts, *self.unchanged, *[False] * (len(followed) - self.first_xs)]
+        wanted = [a and b for a, b in zip(followed, constant, strict=True)]
+        uses = self.uses(wanted, flags)
+        return [
+            one and (i >= self.first_xs or is_layered(of_input))
+            for i, (one, of_input) in enumerate(zip(followed, uses, strict=True))
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A parameter under one name in a jaxpr: the counterpart of `Stored`, or a part of a `Deferred` value.
+
+    Attributes:
+        uses: where its uses are recorded.
+        dtype: in which it would be gathered.
+        layers: in how many parts.
+        joined: number of parameters of a stack that it is one of.
+        deferred: whether operations wait for its use; they may need its value for a gradient (`nonlinear`).
+        whole: whether an operation on it does not go layer by layer.
+    """
+
+    uses: list[LeafUse]
+    dtype: np.dtype
+    layers: int = 1
+    joined: int = 1
+    deferred: bool = False
+    nonlinear: bool = False
+    whole: bool = False
+
+    @classmethod
+    def of(cls, var: Any) -> _Leaf:
+        """A parameter on its way into a jaxpr."""
+        return cls([], jnp.dtype(var.aval.dtype))
+
+
+_Value = tuple[_Leaf, ...]  # the parameters that a value stands for; none for an ordinary array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where in the program: under recomputation, and in loops of so many iterations."""
+
+    recomputed: bool = False
+    iterations: int = 1
+
+
+def _follow(jaxpr: Any, inputs: Sequence[_Value], flags: Sequence[bool], place: _Place) -> list[_Value]:
+    """Records the uses of the parameters among the inputs; returns which outputs of the jaxpr still stand for some."""
+    env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known = Flags(jaxpr, flags)
+
+    def read(atom: Any) -> _Value:
+        return () if isinstance(atom, _compat.Literal) else env.get(atom, ())
+
     for eqn in jaxpr.eqns:
-        for position, atom in enumerate(eqn.invars):
-            if atom is var:
-                uses += _of_equation(jaxpr, eqn, position, dtype, layers, recomputed)
-    return uses
+        values, replicated = [read(atom) for atom in eqn.invars], known.step(eqn)
+        if any(values):
+            kind = kind_of(eqn, replicated)
+            env.update(zip(eqn.outvars, _of_equation(eqn, kind, values, replicated, place), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _of_equation(jaxpr: Any, eqn: Any, position: int, dtype: np.dtype, layers: int, recomputed: bool) -> list[LeafUse]:
-    name = eqn.primitive.name
-    if name == "convert_element_type":
+def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bool], place: _Place) -> list[_Value]:
+    """Records the uses in an equation; returns which of its outputs still stand for parameters."""
+    nothing: list[_Value] = [()] * len(eqn.outvars)
+    if kind in (Kind.VIEW, Kind.CAST, Kind.SLICE, Kind.SQUEEZE, Kind.STOP):
+        return [tuple(_passed(eqn, kind, leaf) for leaf in values[0])]
+    if kind is Kind.DEFER and (joined := _deferred(eqn, values)):
+        return [joined]
+    if kind is Kind.STACK and all(values) and all(v.aval == eqn.invars[0].aval for v in eqn.invars):
+        return [tuple(dataclasses.replace(leaf, joined=len(values)) for value in values for leaf in value)]
+    if kind is Kind.CALL:
+        return _follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], values, replicated, place)
+    if kind in (Kind.SCAN, Kind.WHILE):
+        return _of_loop(Loop.of(eqn), values, replicated, place)
+    if kind in (Kind.CHECKPOINT, Kind.CUSTOM):
+        place = dataclasses.replace(place, recomputed=place.recomputed or kind is Kind.CHECKPOINT)
+        _end(_follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], values, replicated, place), place)
+    elif kind is Kind.EFFECT:
+        _end(values, place)
+    elif kind is Kind.COND:
+        for branch in eqn.params["branches"]:
+            _end(_follow(_compat.open_jaxpr(branch)[0], values[1:], replicated[1:], place), place)
+    else:
+        for leaf in itertools.chain(*values):
+            _use(leaf, place, in_backward=eqn.primitive.name not in _LINEAR)
+    return nothing
+
+
+def _passed(eqn: Any, kind: Kind, leaf: _Leaf) -> _Leaf:
+    """A parameter after an equation that leaves it in stored form."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if kind is Kind.CAST and not leaf.deferred:
         new = jnp.dtype(eqn.params["new_dtype"])
-        narrower = jnp.issubdtype(new, jnp.floating) and new.itemsize < dtype.itemsize
-        return _follow(jaxpr, eqn.outvars[0], new if narrower else dtype, layers, recomputed)
-    if name in _VIEWS and position == 0:
-        return _follow(jaxpr, eqn.outvars[0], dtype, layers, recomputed)
-    if name == "scan":
-        consts, carried = _compat.scan_arity(eqn.params)
-        body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-        if position < consts:
-            return _follow(body, body.invars[position], dtype, layers, recomputed)
-        if position >= consts + carried:
-            return _follow(body, body.invars[position], dtype, layers * eqn.params["length"], recomputed)
-        return [LeafUse(dtype, layers)]
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
-    if name in _CALLS and inner is not None:
-        body, _ = _compat.open_jaxpr(inner)
-        if len(body.invars) == len(eqn.invars):
-            return _follow(body, body.invars[position], dtype, layers, recomputed or name in _CHECKPOINTS)
-    return [LeafUse(dtype, layers, recomputed or name not in _LINEAR)]
+        narrows = jnp.issubdtype(new, jnp.floating) and new.itemsize < leaf.dtype.itemsize
+        return dataclasses.replace(leaf, dtype=new) if narrows else leaf
+    if kind is Kind.VIEW:
+        by_layer = (leaf.deferred or len(before) > 2) and layer_flags(eqn, before[0]) == [True]
+        return dataclasses.replace(leaf, deferred=leaf.deferred or by_layer, whole=leaf.whole or not by_layer)
+    computed = not all(isinstance(atom, _compat.Literal) for atom in eqn.invars[1:])
+    if kind is Kind.SLICE and computed and after[1:] == before[1:] and after[0] == 1 and not leaf.whole:
+        return dataclasses.replace(leaf, layers=leaf.layers * before[0])  # another one in each iteration
+    return leaf
 
 
-def traced_flops(jaxpr: Any) -> int:
+def _deferred(eqn: Any, values: Sequence[_Value]) -> _Value:
+    """The parameters of a value that is computed where it is used; none where it is computed here."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    leaves = list(itertools.chain(*values))
+    largest = max(math.prod(v.aval.shape) for v, value in zip(eqn.invars, values, strict=True) if value)
+    if len({id(leaf.uses) for leaf in leaves}) > DEFERRED_AT_ONCE or not shape or math.prod(shape) > largest:
+        return ()
+    whole = layer_flags(eqn, shape[0]) is None
+    linear = name in _LINEAR or (name == "mul" and not all(values)) or (name == "div" and not values[1])
+    return tuple(
+        dataclasses.replace(
+            leaf, deferred=True, whole=leaf.whole or whole, nonlinear=leaf.nonlinear or not linear
+        ) for leaf in leaves
+    )  # fmt: skip
+
+
+def _of_loop(loop: Loop, values: list[_Value], replicated: list[bool], place: _Place) -> list[_Value]:
+    flags, inputs = loop.flags(replicated), values[loop.outside :]
+    followed = [bool(value) for value in inputs]
+    stored, uses = loop.stored(followed, flags), loop.uses(followed, flags)
+    _end(values[: loop.outside], place)
+    entered: list[_Value] = []
+    for i, (value, enters, used) in enumerate(zip(inputs, stored, uses, strict=True)):
+        if not enters or any(leaf.whole for leaf in value):
+            before = [dataclasses.replace(leaf, dtype=cast_target(used, leaf.dtype)) for leaf in value]
+            _end([tuple(before)] if used else [], place)
+            value = ()
+        elif i >= loop.first_xs:
+            value = tuple(
+                dataclasses.replace(leaf, layers=leaf.layers * max(loop.length // leaf.joined, 1), joined=1)
+                for leaf in value
+            )
+        entered.append(value)
+    inner = dataclasses.replace(place, iterations=place.iterations * loop.length)
+    returned = _follow(loop.body, entered, flags, inner)
+    carried = entered[loop.consts : loop.first_xs]
+    changed = [value for value, same in zip(returned, loop.unchanged, strict=False) if not same]
+    _end([*changed, *returned[loop.carried :]], inner)
+    return [*carried, *(() for _ in returned[loop.carried :])]
+
+
+def _use(leaf: _Leaf, place: _Place, *, in_backward: bool) -> None:
+    repeats = max(place.iterations // leaf.layers, 1)
+    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, in_backward or leaf.nonlinear or place.recomputed, repeats))
+
+
+def _end(values: Sequence[_Value], place: _Place) -> None:
+    """Parameters that become ordinary arrays, which are kept for the backward pass."""
+    for leaf in itertools.chain(*values):
+        _use(leaf, place, in_backward=False)
+
+
+def _merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
+    """Uses of the same dtype, layers and repeats as one: within a step they share a gather."""
+    found: dict[tuple[Any, int, int], bool] = {}
+    for use in uses:
+        key = use.dtype, use.layers, use.repeats
+        found[key] = found.get(key, False) or use.in_backward
+    return tuple(LeafUse(dtype, layers, again, repeats) for (dtype, layers, repeats), again in found.items())
+
+
+def traced_flops(jaxpr: Any, *, recomputed: bool = True) -> int:
     """FLOP of forward and backward in matrix products, from a traced loss: 3 of each, 4 where it is recomputed.
 
     An estimate for when nothing is compiled: the backward pass of a product is two of its size.
@@ -113,10 +343,10 @@ def traced_flops(jaxpr: Any) -> int:
     >>> traced_flops(jax.make_jaxpr(lambda w, x: jnp.sum(x @ w))(jnp.ones((8, 8)), jnp.ones((2, 8))))
     768
     """
-    return _flops(_compat.open_jaxpr(jaxpr)[0], 3)
+    return _flops(_compat.open_jaxpr(jaxpr)[0], 3, recomputed)
 
 
-def _flops(jaxpr: Any, factor: int) -> int:
+def _flops(jaxpr: Any, factor: int, recomputed: bool) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -125,11 +355,7 @@ def _flops(jaxpr: Any, factor: int) -> int:
             inner = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
             total += factor * 2 * inner * math.prod(eqn.outvars[0].aval.shape)
             continue
-        again = factor + 1 if name in _CHECKPOINTS else factor
+        again = factor + 1 if recomputed and PRIMITIVES.get(name) is Kind.CHECKPOINT else factor
         times = eqn.params["length"] if name == "scan" else 1
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                body = _compat.open_jaxpr(part)[0]
-                if hasattr(body, "eqns"):
-                    total += times * _flops(body, again)
+        total += sum(times * _flops(body, again, recomputed) for body in _compat.sub_jaxprs(eqn))
     return total

@@ -1,10 +1,17 @@
 """One device's forward and backward pass on its part of the batch, and where its gradients are reduced.
 
-Stages 0 and 1 differentiate the loss on whole parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
+Stages 0 and 1 differentiate the loss on full parameters and reduce once, afterwards. Stages 2 and 3 evaluate the loss
 with parameters in stored form, so that each gradient is reduced where it arises; what is differentiated there is the
-*gradient input* of each leaf: at stage 3 the shard itself, at stage 2 shard-shaped zeros that carry the reduced
-gradient out. Each can also do as the other does, for gradients that are summed over microbatches. Runs inside
-`shard_map` over the data axes.
+*gradient input* of each leaf: an input of the shard's shape whose value nobody reads (the shard itself at stage 3,
+zeros at stage 2), which carries the reduced gradient out. Each can also do as the other does, for gradients that are
+summed over microbatches. Runs inside `shard_map` over the data axes.
+
+JAX 0.10 and 0.11 by default delay each layer's reduce-scatter into the next layer's backward pass: that hides it, and
+holds the gradients of up to two layers. To turn it off, `jax.jit(step, compiler_options=...)` with
+`{"xla_gpu_enable_pipelined_reduce_scatter": False}` on 0.10, `{"xla_gpu_pipeline_reduce_scatter":
+"COLLECTIVE_PIPELINING_MODE_OFF"}` later. Few messages carry the small leaves: compiled for 2 x 8 H100, the loss and the
+gradients of all replicated leaves are one all-reduce, the unquantised stacks one reduce-scatter per hop, the gathers of
+a layer one all-gather per hop. A quantised gradient is one all-to-all per matrix, hop and layer, sent as it arises.
 """
 
 from __future__ import annotations
@@ -21,13 +28,16 @@ from zerojax import _compat
 from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.evaluate import evaluate_plain
-from zerojax.gather.secondaries import cast_target, hoist_secondaries, is_scanned_over
+from zerojax.gather.order import Mark, Order, Token, zero_token
+from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
+from zerojax.gather.uses import LeafUse, cast_target, is_layered, leaf_uses
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 
 Tree = Any
 Reduced = tuple[list[Any], list[Any]]
+Pulled = tuple[list[Any], list[Any], "Token | None"]
 
 
 class Backward(NamedTuple):
@@ -35,22 +45,23 @@ class Backward(NamedTuple):
 
     Attributes:
         run: (batch, rest, feedback) -> (the loss function's output, a pullback from its cotangent to one partial
-            gradient per leaf, None for leaves that are not trained, and the new feedback per leaf).
+            gradient per leaf, None for leaves that are not trained, the new feedback per leaf, and the token that the
+            loss must read for the backward pass to keep its order, or None).
         finish: (partial gradients, possibly summed over several runs, feedback) -> this device's reduced gradients and
             the new feedback.
     """
 
-    run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Reduced]]]
+    run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Pulled]]]
     finish: Callable[[list[Any], list[Any]], Reduced]
 
 
 def whole_backward(
     loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, each: bool = False
 ) -> Backward:
-    """Stages 0 and 1: whole parameters.
+    """Stages 0 and 1: full parameters.
 
     Args:
-        loss_fn: the loss on whole parameters.
+        loss_fn: the loss on full parameters.
         layout: the layout.
         leaves: the parameters.
         batch: an example of what `run` will be given, for its shapes.
@@ -60,7 +71,7 @@ def whole_backward(
     reduce_all = _reduction(layout, _reduced_whole(layout, lambda: trace(loss_fn, layout, batch, rest)[0]))
     trained = [p.trainable for p in layout.leaves]
 
-    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Pulled]]:
         def of_trained(values: list[jax.Array]) -> Any:
             new = iter(values)
             merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
@@ -68,10 +79,10 @@ def whole_backward(
 
         out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
 
-        def pullback(cotangent: Any) -> Reduced:
+        def pullback(cotangent: Any) -> Pulled:
             new = iter(vjp(cotangent)[0])
             grads = [next(new) if t else None for t in trained]
-            return reduce_all(grads, feedback) if each else (grads, feedback)
+            return *(reduce_all(grads, feedback) if each else (grads, feedback)), None
 
         return out, pullback
 
@@ -91,7 +102,7 @@ def staged_backward(
     """Stages 2 and 3: partial gradients of sharded leaves are reduced shards, those of replicated leaves are local.
 
     Args:
-        loss_fn: the loss on whole parameters.
+        loss_fn: the loss on full parameters.
         layout: the layout.
         leaves: the parameters in stored form.
         batch: an example of what `run` will be given, for its shapes.
@@ -106,27 +117,36 @@ def staged_backward(
         for x, p in zip(leaves, layout.leaves, strict=True)
     ]
     if repeated:
-        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], outer)[: len(held)]
+        same = _replicated_inputs(layout, batch, rest)
+        held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], same, outer)[: len(held)]
 
-    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
-        def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any]) -> Any:
-            scope = layout_scope(layout, reduces=not deferred, keeps_values=True)
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Pulled]]:
+        def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[Any, list[Token]]:
+            order = _order(layout, tokens)
+            scope = layout_scope(layout, reduces=not deferred, order=order)
             parts = zip(held, grad_inputs, feedback, strict=True)
-            args = [_entered(*part, layout, scope, deferred) for part in parts]
-            return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*args, *jax.tree.leaves((batch, rest))], scope)))
+            args = [_entered(*part, scope) for part in parts]
+            inputs, same = [*args, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
+            out = out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same))
+            return arrays(out), [] if order is None else [order.behind()]
 
         grad_inputs = [_grad_input(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
-        if not deferred:
-            return jax.vjp(of_grad_inputs, grad_inputs, feedback)
-        out, vjp = jax.vjp(lambda grad_inputs: of_grad_inputs(grad_inputs, [None] * len(grad_inputs)), grad_inputs)
-        return out, lambda cotangent: (*vjp(cotangent), feedback)
+        entering = [None] * len(grad_inputs) if deferred else feedback
+        (out, behind), vjp = jax.vjp(of_grad_inputs, grad_inputs, entering, [zero_token(), zero_token()])
+
+        def pullback(cotangent: Any) -> Pulled:
+            # What exists at the end of the forward pass is what the first gathers of the backward pass wait for.
+            grads, lost, tokens = vjp((cotangent, behind))
+            return grads, feedback if deferred else lost, sum(tokens, zero_token()) if behind else None
+
+        return out, pullback
 
     if not deferred:
         replicated = [None if p.is_sharded else p for p in layout.leaves]
         return Backward(run, _reduction(layout, replicated))
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    wire = [cast_target(inner, var, p.dtype) for var, p in zip(inner.invars, layout.leaves, strict=False)]
-    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: inner))
+    uses = leaf_uses(jaxpr, len(layout.leaves))
+    wire = [cast_target(of_leaf, p.dtype) for of_leaf, p in zip(uses, layout.leaves, strict=True)]
+    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: jaxpr))
 
     def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
         narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
@@ -138,7 +158,7 @@ def staged_backward(
 
 
 def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callable[[list[Any], list[Any]], Reduced]:
-    """Reduces one whole gradient per leaf under its placement; what has none is left as it is."""
+    """Reduces one full gradient per leaf under its placement; what has none is left as it is."""
     collectives = layout_collectives(layout)
 
     def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
@@ -158,9 +178,27 @@ def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callab
 def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any) -> Tree:
     """Runs a function on stored parameters without gradients."""
     jaxpr, out_tree = trace(fn, layout, batch, rest)
-    scope = layout_scope(layout)
+    order = _order(layout, [zero_token(), zero_token()])
+    scope = layout_scope(layout, forward_only=True, order=order)
     held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
-    return arrays(out_tree.unflatten(evaluate_plain(jaxpr, [*held, *jax.tree.leaves((batch, rest))], scope)))
+    inputs, same = [*held, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
+    out = arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
+    return out if order is None else reading(out, order.behind())
+
+
+def reading(out: Tree, token: Token | None) -> Tree:
+    """A function's output, with the first float of it made to read a token, which is zero."""
+    leaves, structure = jax.tree.flatten(out)
+    first = next((i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)), None)
+    if token is not None and first is not None:
+        leaves[first] = leaves[first] + token.astype(leaves[first].dtype)
+    return structure.unflatten(leaves)
+
+
+def _replicated_inputs(layout: Layout, batch: Tree, rest: Any) -> list[bool]:
+    """For each input of the traced loss, whether it is the same on every device: all but the batch and folded keys."""
+    of_rest = [not _compat.is_prng_key(x) for x in jax.tree.leaves(rest)]
+    return [*(True for _ in layout.leaves), *(False for _ in jax.tree.leaves(batch)), *of_rest]
 
 
 def arrays(out: Tree) -> Tree:
@@ -174,14 +212,27 @@ def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tup
     return jaxpr, jax.tree.structure(shape)
 
 
-def layout_scope(layout: Layout, *, reduces: bool = True, keeps_values: bool = False) -> Scope:
+def layout_scope(
+    layout: Layout,
+    *,
+    reduces: bool = True,
+    forward_only: bool = False,
+    order: Order | None = None,
+) -> Scope:
     """A top-level scope for a layout; gradients leave it reduced or whole."""
     collectives = layout_collectives(layout)
     return Scope(
         collectives if reduces else unreduced(collectives),
         min_loop_size=layout.config.min_shard_size,
-        keeps_values=keeps_values and layout.stage >= 3,
+        forward_only=forward_only,
+        order=order,
     )
+
+
+def _order(layout: Layout, tokens: Sequence[Token]) -> Order | None:
+    """The order of gathers from the start of the program, where the configuration asks for one."""
+    window, (seed, first) = layout.config.prefetch_bytes, tokens
+    return None if layout.stage < 3 or window is None else Order(window, seed, [Mark(0, first)])
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:
@@ -197,21 +248,19 @@ def _grad_input(x: jax.Array, p: Placement, layout: Layout, deferred: bool) -> j
     return jnp.zeros(p.shard_shape, p.dtype) if layout.stage == 2 and p.is_sharded else x
 
 
-def _entered(
-    x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, layout: Layout, scope: Scope, deferred: bool
-) -> Any:
+def _entered(x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, scope: Scope) -> Any:
     """A leaf as the evaluator takes it, under differentiation with respect to its grad_input and feedback."""
     if not isinstance(x, Stored):
         return x if grad_input is None else grad_input
     if x.is_secondary:
         narrow = None if grad_input is None else grad_input.astype(x.placement.dtype)
         return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
-    shard = grad_input if layout.stage >= 3 and grad_input is not None and not deferred else x.shard
-    return scope.enter(shard, grad_input, x.placement, feedback=feedback)
+    # The shard itself is not differentiated here: what it is used for under `stop_gradient` must not seem to be.
+    return scope.enter(x.shard, grad_input, x.placement, feedback=feedback)
 
 
 def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:
-    """Placements under which whole gradients are reduced: stacks of norm scales or biases are no matrices.
+    """Placements under which full gradients are reduced: stacks of norm scales or biases are no matrices.
 
     `traced` gives the loss's jaxpr, which only quantised reductions need.
     """
@@ -219,15 +268,14 @@ def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]
         return [_replicated(p) for p in layout.leaves]
     if layout.config.quantize_gradients is None:
         return layout.leaves
-    jaxpr, _ = _compat.open_jaxpr(traced())
 
-    def reduced(p: Placement, var: Any) -> Placement:
-        if not p.is_quantized or not is_scanned_over(jaxpr, var):
+    def reduced(p: Placement, uses: tuple[LeafUse, ...]) -> Placement:
+        if not p.is_quantized or not is_layered(uses):
             return p
         least = max(layout.config.min_shard_size, layout.config.min_quantize_size)
         return p.unquantized() if len(p.shape) < 3 or math.prod(p.shape[1:]) < least else p
 
-    return [reduced(p, var) for p, var in zip(layout.leaves, jaxpr.invars, strict=False)]
+    return [reduced(p, uses) for p, uses in zip(layout.leaves, leaf_uses(traced(), len(layout.leaves)), strict=True)]
 
 
 def _replicated(placement: Placement) -> Placement:

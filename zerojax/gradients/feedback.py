@@ -3,7 +3,7 @@
 Each device adds the loss of its last step to the node's sum before quantising it for the hop between nodes, and keeps
 what is lost then (1-bit SGD and its descendants; an option of `ZeroConfig`, off by default, since under Adam it did not
 pay in our measurements). Only the hop between nodes is fed back, so the state is one chunk of the leaf per device,
-1/local of it, in bfloat16. Knows nothing of how the reduction is made.
+1/local of it, in bfloat16.
 """
 
 from __future__ import annotations

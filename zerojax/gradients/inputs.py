@@ -1,13 +1,13 @@
 """What goes into and comes out of a step beside the parameters: batches, keys, per-example outputs, averages.
 
 A batch is split on its leading dim over the data axes, node by node, so that a host's examples stay on its devices.
-Everything else is replicated, except that PRNG keys are folded with the index of the device. Knows nothing of
-parameters or gradients.
+Everything else is replicated, except that PRNG keys are folded with the index of the device.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax.gradients.outputs import widened
+from zerojax.layout.host_arrays import check_of_the_job
 from zerojax.layout.layout import Layout
 
 Tree = Any
@@ -44,6 +46,7 @@ def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
             )
         if not shape:
             return PartitionSpec()
+        check_of_the_job(name, x, layout.mesh)
         if shape[0] % count or shape[0] == 0:
             raise ValueError(
                 f"{name} has shape {shape}: its leading dim {shape[0]} must be a positive multiple of the "
@@ -77,13 +80,13 @@ def on_mesh(batch: Tree, specs: Tree, layout: Layout) -> Tree:
     return jax.tree.map(move, batch, specs)
 
 
-def local_shapes(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
-    """Shapes of one device's part of a batch, or of one microbatch of it."""
+def local_shapes(batch: Tree, layout: Layout, microbatches: int = 1, times: int = 1) -> Tree:
+    """Shapes of one device's part of a batch, or of one microbatch of it; of so many times as many examples."""
     count = layout.num_shards * microbatches
 
     def local(x: Any) -> jax.ShapeDtypeStruct:
         shape = jnp.shape(x)
-        return jax.ShapeDtypeStruct((shape[0] // count, *shape[1:]) if shape else (), _dtype(x))
+        return jax.ShapeDtypeStruct((times * shape[0] // count, *shape[1:]) if shape else (), _dtype(x))
 
     return jax.tree.map(local, batch)
 
@@ -117,42 +120,100 @@ def fold_keys(rest: Any, layout: Layout) -> Any:
     return jax.tree.map(fold, rest)
 
 
-def output_specs(shapes: Tree, batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
-    """PartitionSpecs of a function's outputs: those with this device's batch as leading dim are sharded along it.
+def output_specs(
+    shapes: Tree, doubled: Callable[[], Tree], layout: Layout, per_example: Tree = None, what: str = "output"
+) -> Tree:
+    """PartitionSpecs of a function's outputs: those with an entry for each example are sharded along their leading dim.
+
+    Which they are is seen by tracing the function with twice the examples: their leading dim doubles. A length that
+    happens to be the batch's says nothing.
+
+    Args:
+        shapes: shapes of the outputs on one device.
+        doubled: gives the shapes for twice the examples; called where an output is no scalar.
+        layout: the layout.
+        per_example: what the user says instead: a bool, or bools in the structure of (a prefix of) the outputs.
+        what: name of the outputs in messages.
 
     Raises:
-        ValueError: an integer output without the batch dim, which cannot be averaged over the devices.
+        ValueError: a dim other than the leading one depends on the number of examples, or the leading one in another
+            way than in proportion; an integer output that would be averaged; a function that cannot be traced with
+            twice the examples.
     """
-    local = {x.shape[0] for x in jax.tree.leaves(local_shapes(batch, layout, microbatches)) if x.shape}
+    leaves, structure = jax.tree.flatten(shapes)
+    if per_example is not None:
+        says = jax.tree.leaves(jax.tree.broadcast(per_example, shapes))
+        others = [jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype) if y and x.shape else x
+                  for x, y in zip(leaves, says, strict=True)]  # fmt: skip
+    elif all(x.shape == () for x in leaves):
+        others = leaves
+    else:
+        try:
+            other = doubled()
+        except Exception as error:
+            raise ValueError(
+                f"which of the {what}s hold one entry for each example is seen by tracing the function with twice the "
+                f"examples of each device, and that failed: {type(error).__name__}: {str(error)[:200]}. Write it for "
+                "any number of examples (x.shape[0] instead of a number), or say which they are: per_example=True, "
+                f"False, or bools in the structure of the {what}s"
+            ) from error
+        if jax.tree.structure(other) != structure:
+            raise ValueError(f"the structure of the {what}s depends on the number of examples: {structure} and "
+                             f"{jax.tree.structure(other)}")  # fmt: skip
+        others = jax.tree.leaves(other)
 
-    def spec(path: Any, x: Any) -> PartitionSpec:
-        if x.shape and x.shape[0] in local:
-            return PartitionSpec(layout.config.axes)
+    def spec(path: Any, x: Any, other: Any) -> PartitionSpec:
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        if x.shape != other.shape:
+            if len(x.shape) == len(other.shape) and other.shape[0] == 2 * x.shape[0]:
+                return PartitionSpec(layout.config.axes)
+            raise ValueError(
+                f"{name} has shape {x.shape} on each device, and {other.shape} for twice the examples: only the "
+                "leading dim can hold the examples, a whole number of entries for each; move it to the front "
+                "(jnp.moveaxis), or reduce over it"
+            )
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ValueError(
-                f"output{jax.tree_util.keystr(path)} has shape {x.shape} and dtype {x.dtype}: without the batch's "
-                f"leading dim ({sorted(local)} on each device) it would be averaged over the devices, which needs a "
-                "float; cast it"
+                f"{name} has shape {x.shape} and dtype {x.dtype}: as its leading dim is not the batch's (it does not "
+                "grow with the number of examples) it would be averaged over the devices, which needs a float; cast it"
             )
         return PartitionSpec()
 
-    return jax.tree_util.tree_map_with_path(spec, shapes)
+    return jax.tree_util.tree_map_with_path(spec, shapes, structure.unflatten(others))
 
 
 def merge_microbatches(out: Tree, specs: Tree, layout: Layout) -> Tree:
-    """Outputs of several microbatches (leading dim) as one: examples joined, all else averaged."""
+    """Outputs of several microbatches (leading dim) as one: examples joined, all else averaged, in float32 or wider."""
 
     def merge(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         per_example = spec == PartitionSpec(layout.config.axes)
-        return x.reshape(-1, *x.shape[2:]) if per_example else jnp.mean(x, axis=0, dtype=x.dtype)
+        return x.reshape(-1, *x.shape[2:]) if per_example else jnp.mean(widened(x), axis=0).astype(x.dtype)
 
     return jax.tree.map(merge, out, specs)
 
 
 def average_outputs(out: Tree, specs: Tree, layout: Layout) -> Tree:
-    """Averages over the devices what does not stay sharded (inside `shard_map`)."""
+    """Averages over the devices, in float32 or wider, what does not stay sharded (inside `shard_map`)."""
     axes = layout.config.axes
-    return jax.tree.map(lambda x, spec: x if spec == PartitionSpec(axes) else lax.pmean(x, axes), out, specs)
+
+    def average(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return x if spec == PartitionSpec(axes) else lax.pmean(widened(x), axes).astype(x.dtype)
+
+    return jax.tree.map(average, out, specs)
+
+
+def not_differentiated(tree: Tree, message: str) -> Tree:
+    """The tree as it is; a derivative with respect to it, of either mode, which would silently be wrong, is refused."""
+
+    @jax.custom_jvp
+    def same(tree: Tree) -> Tree:
+        return tree
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise ValueError(message)
+
+    return same(tree)
 
 
 def _is_array(x: Any) -> bool:

@@ -16,8 +16,15 @@ import jax.numpy as jnp
 
 from zerojax import _compat
 from zerojax.gradients import inputs as batches
-from zerojax.gradients.backward import Backward, staged_backward, whole_backward
-from zerojax.gradients.outputs import global_loss, loss_cotangent, merged_state, zero_cotangent
+from zerojax.gradients.backward import Backward, reading, staged_backward, whole_backward
+from zerojax.gradients.outputs import (
+    global_loss,
+    loss_cotangent,
+    merged_state,
+    wide_dtype,
+    widened,
+    zero_cotangent,
+)
 from zerojax.layout.layout import Layout
 
 Tree = Any
@@ -94,7 +101,8 @@ def local_gradients(
         out, pullback = backward.run(batch, rest, feedback)
         # The factor of the mean is the cotangent of the loss: no pass over the gradients is spent on it.
         cotangent = loss_cotangent(out[0] if more else out, kind.weighted, layout, count, scale)
-        return out, *pullback((cotangent, jax.tree.map(zero_cotangent, out[1])) if more else cotangent)
+        grads, feedback, token = pullback((cotangent, jax.tree.map(zero_cotangent, out[1])) if more else cotangent)
+        return reading(out, token), grads, feedback
 
     if count == 1:
         out, grads, feedback = step(batch, rest, feedback)
@@ -102,7 +110,7 @@ def local_gradients(
         out, grads, feedback = accumulate(step, batch, rest, feedback, count)
     loss, weight, factor = global_loss(out[0] if more else out, kind.weighted, layout, count)
     if factor is not None:
-        grads = [None if g is None else g.astype(jnp.promote_types(g.dtype, jnp.float32)) * factor for g in grads]
+        grads = [None if g is None else widened(g) * factor for g in grads]
     grads = [None if g is None else g.astype(p.dtype) for g, p in zip(grads, layout.leaves, strict=True)]
     state, aux = split_outputs(out, kind.has_aux, kind.mutable)
     if kind.has_aux:
@@ -179,6 +187,6 @@ def accumulate(step: Step, batch: Tree, rest: Any, feedback: list[Any], count: i
 
     first = jax.tree.map(lambda x: x[0], micro)
     _, shapes, _ = jax.eval_shape(step, first, rest, feedback)
-    zeros = [None if g is None else jnp.zeros(g.shape, jnp.promote_types(g.dtype, jnp.float32)) for g in shapes]
+    zeros = [None if g is None else jnp.zeros(g.shape, wide_dtype(g.dtype)) for g in shapes]
     (sums, feedback), values = jax.lax.scan(body, (zeros, feedback), (jnp.arange(count), micro))
     return values, sums, feedback

@@ -40,6 +40,16 @@ class GlobalLoss(NamedTuple):
     factor: Any
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """A float in float32, or in its own wider dtype: what is summed over devices or microbatches must not overflow."""
+    return x.astype(wide_dtype(x.dtype))
+
+
+def wide_dtype(dtype: Any) -> np.dtype:
+    """The dtype of such sums, also under JAX's strict promotion of dtypes."""
+    return np.promote_types(dtype, np.float32)
+
+
 def loss_cotangent(main: Any, weighted: bool, layout: Layout, count: int, scale: jax.Array | None) -> Any:
     """The cotangent of one device's (microbatch's) output for which the summed gradients are the global one's.
 
@@ -52,7 +62,7 @@ def loss_cotangent(main: Any, weighted: bool, layout: Layout, count: int, scale:
     """
 
     def filled(x: jax.Array, value: Any) -> jax.Array:
-        wide = jnp.asarray(value, jnp.promote_types(x.dtype, jnp.float32))
+        wide = jnp.asarray(value, wide_dtype(x.dtype))
         return (wide if scale is None else wide * scale).astype(x.dtype)
 
     if not weighted:
@@ -60,7 +70,7 @@ def loss_cotangent(main: Any, weighted: bool, layout: Layout, count: int, scale:
     total, weight = main
     if count > 1 or _is_narrow(total.dtype):  # the weight of all microbatches is known only afterwards
         return filled(total, inverse_count(total.dtype, layout, count)), zero_cotangent(weight)
-    wide = jnp.promote_types(total.dtype, jnp.float32)
+    wide = wide_dtype(total.dtype)
     return filled(total, 1.0 / lax.psum(weight.astype(wide), layout.config.axes)), zero_cotangent(weight)
 
 
@@ -80,9 +90,9 @@ def global_loss(main: Any, weighted: bool, layout: Layout, count: int) -> Global
     part = inverse_count((main[0] if weighted else main).dtype, layout, count)
     if not weighted:
         exact = layout.num_shards * count * part
-        value = lax.pmean(jnp.mean(main, dtype=main.dtype), axes)
+        value = lax.pmean(jnp.mean(widened(main)), axes).astype(main.dtype)
         return GlobalLoss(value, None, None if abs(exact - 1) < 1e-6 else 1 / exact)
-    wide = jnp.promote_types(main[0].dtype, jnp.float32)
+    wide = wide_dtype(main[0].dtype)
     total, weight = (lax.psum(jnp.sum(x.astype(wide)), axes) for x in main)
     factor = None if count == 1 and not _is_narrow(main[0].dtype) else 1 / (part * weight)
     return GlobalLoss(total / weight, weight, factor)
@@ -159,7 +169,7 @@ def merged_state(state: Tree, layout: Layout, count: int) -> Tree:
             whole = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
             whole = jnp.max(whole, axis=0) if count > 1 else whole
             return lax.pmax(whole, axes).astype(x.dtype)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = widened(x)
         return lax.pmean(jnp.mean(wide, axis=0) if count > 1 else wide, axes).astype(x.dtype)
 
     return jax.tree.map(merge, state)

@@ -2,7 +2,7 @@
 
 Each device computes the loss of its part of the batch; the gradient is the mean over all devices, reduced where it
 arises (stages 2 and 3: in the backward loop body; stages 0 and 1: after it) by explicit collectives. Source: arXiv
-1910.02054, sections 5 and 7. Knows nothing of optimizers.
+1910.02054, sections 5 and 7.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
+from zerojax.collectives.select import has_secondary
 from zerojax.gradients import inputs as batches
 from zerojax.gradients.backward import forward
+from zerojax.gradients.eager import CompiledOnce
 from zerojax.gradients.feedback import check_feedback, feedback_specs
 from zerojax.gradients.local import (
     Accumulation,
@@ -27,10 +29,28 @@ from zerojax.gradients.local import (
     split_outputs,
 )
 from zerojax.gradients.outputs import check_loss, check_model_state
+from zerojax.gradients.stored_arguments import (
+    argument_specs,
+    gathering_arguments,
+    logical_arguments,
+    marked_arguments,
+    without_gradient,
+)
 from zerojax.layout.layout import Layout
+from zerojax.layout.optimizer_form import entering, leaving
 from zerojax.layout.placement import Placement
 
 Tree = Any
+
+_APPLY_IS_FORWARD = (
+    "zerojax.apply is forward only and cannot be differentiated with respect to the parameters: use "
+    "zerojax.value_and_grad(loss_fn, layout) in place of jax.grad"
+)
+_NO_SECOND_DERIVATIVE = (
+    "zerojax.value_and_grad cannot itself be differentiated with respect to the parameters where weights keep a "
+    "secondary partition (ZeroConfig(secondary=True)): for gradient penalties, meta-learning or Hessians use a layout "
+    "with secondary=False"
+)
 
 
 def value_and_grad(
@@ -41,16 +61,17 @@ def value_and_grad(
     weighted: bool = False,
     microbatches: int = 1,
     accumulation: Accumulation | None = None,
+    per_example: Tree = None,
 ) -> Callable[..., Any]:
     """Replaces `jax.value_and_grad` for parameters in stored form.
 
     Args:
-        loss_fn: `loss_fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch;
+        loss_fn: `loss_fn(params, batch, *rest)`, written for full parameters and one device's part of the batch;
             returns a scalar mean loss. With `weighted` it returns (sum, weight), and the result is the exact quotient
             of the global sums, also for unequal weights (token counts, say). With `has_aux` it returns (loss, aux).
         layout: the layout of the parameters.
-        has_aux: see above. Arrays of `aux` whose leading dim is that of the batch come back sharded along it, all other
-            float values averaged over the devices.
+        has_aux: see above. Arrays of `aux` with one entry (or several) for each example come back sharded along their
+            leading dim, all other float values averaged over the devices.
         weighted: see above.
         microbatches: number of pieces into which each device's part of the batch is cut, one after the other; loss and
             gradients are those of the whole batch. A secondary partition of the weights is made once for all of them.
@@ -58,11 +79,14 @@ def value_and_grad(
             microbatch's is reduced, the accumulators are shards. "deferred" (default of stages 0 and 1): whole
             gradients are summed on each device and reduced once per step, in the dtype on the wire that they have
             without microbatches. With one microbatch there is nothing to sum, and both are the same.
+        per_example: which arrays of `aux` hold one entry for each example: a bool, or bools in its structure. None:
+            found by tracing the loss with twice the examples, never by a length that happens to be the batch's.
 
     Returns:
         A function of (params in stored form, batch, *rest) that returns (loss, grads), or ((loss, aux), grads). `batch`
-        is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, and PRNG keys
-        in it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device. The loss
+        is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, PRNG keys in
+        it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device, and further
+        parameters in stored form (a teacher, a target network) are marked by `Layout.stored`. The loss
         is the global mean, the same on every device. Gradients: whole at stage 0, else this device's shards (padded
         form), in the dtype of the parameter; None for leaves that are not trained. With
         `ZeroConfig(error_feedback=True)` the function takes `feedback=` (from `init_feedback`) and returns the new
@@ -83,8 +107,9 @@ def value_and_grad(
     (8.0, (1,))
     """
     compute = gradient_function(
-        loss_fn, layout, has_aux=has_aux, weighted=weighted, microbatches=microbatches, accumulation=accumulation
-    )
+        loss_fn, layout, has_aux=has_aux, weighted=weighted, microbatches=microbatches, accumulation=accumulation,
+        per_example=per_example,
+    )  # fmt: skip
 
     def run(
         params: Tree, batch: Tree, *rest: Any, feedback: Tree = None, loss_scale: jax.Array | None = None
@@ -105,6 +130,7 @@ def gradient_function(
     mutable: bool = False,
     microbatches: int = 1,
     accumulation: Accumulation | None = None,
+    per_example: Tree = None,
 ) -> Callable[..., Gradients]:
     """What `value_and_grad` wraps: the same with everything it computes, under names.
 
@@ -117,13 +143,14 @@ def gradient_function(
         mutable: whether the model has a state beside its parameters; see `zerojax.gradients.outputs`.
         microbatches: as for `value_and_grad`.
         accumulation: as for `value_and_grad`.
+        per_example: as for `value_and_grad`.
 
     Returns:
         A function of (params, batch, *rest, feedback=, loss_scale=, model_state=).
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
-    policy = accumulation_for(layout.stage, accumulation)
+    policy, compiled_once = accumulation_for(layout.stage, accumulation), CompiledOnce()
 
     def run(
         params: Tree,
@@ -133,16 +160,23 @@ def gradient_function(
         loss_scale: jax.Array | None = None,
         model_state: Tree = None,
     ) -> Gradients:
-        layout.check(params, stored=True)
-        batch_specs = batches.batch_specs(batch, layout, microbatches)
+        params = entering(params, layout)
         batches.check_rest(rest)
+        rest = without_gradient(marked_arguments(batch, rest, model_state, layout))
+        if layout.stage >= 3 and has_secondary(layout):
+            params = batches.not_differentiated(params, _NO_SECOND_DERIVATIVE)
+        batch_specs = batches.batch_specs(batch, layout, microbatches)
         rest = (model_state, *rest) if mutable else rest
         shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
         check_loss(shapes, has_aux or mutable, weighted)
         state_shapes, aux_shapes = split_outputs(shapes, has_aux, mutable)
         if mutable:
             check_model_state(model_state, state_shapes)
-        aux_specs = batches.output_specs(aux_shapes, batch, layout, microbatches)
+
+        def doubled() -> Tree:
+            return split_outputs(_output_shapes(loss_fn, layout, batch, rest, microbatches, 2), has_aux, mutable)[1]
+
+        aux_specs = batches.output_specs(aux_shapes, doubled, layout, per_example, "aux output")
         carries = layout.config.error_feedback
         lost = check_feedback(feedback, layout) if carries else [None] * len(layout.leaves)
         lost_specs = feedback_specs(layout)
@@ -151,37 +185,40 @@ def gradient_function(
         def local(params: Tree, batch: Tree, rest: Any, lost: list[Any], scale: Any) -> Gradients:
             lost = [None if x is None else x[0] for x in lost]  # the dim over nodes has one entry here
             out = local_gradients(
-                loss_fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout), lost, scale, kind
-            )
+                gathering_arguments(loss_fn), layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout),
+                lost, scale, kind,
+            )  # fmt: skip
             return out._replace(feedback=[None if x is None else x[None] for x in out.feedback])
 
         everywhere = PartitionSpec()
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         grad_specs = [_spec(p, layout.stage >= 1) if p.trainable else None for p in layout.leaves]
-        in_specs = (param_specs, batch_specs, everywhere, lost_specs, everywhere)
+        rest_specs = argument_specs(rest)
+        in_specs = (param_specs, batch_specs, rest_specs, lost_specs, everywhere)
         out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, lost_specs, everywhere)  # type: ignore[arg-type]
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
-        batch, (rest, loss_scale) = batches.on_mesh(batch, batch_specs, layout), _whole((rest, loss_scale), layout)
-        out = run_locally(params, batch, rest, lost, loss_scale)
+        batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
+        out = compiled_once(run_locally, params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
-            grads=layout.treedef.unflatten(out.grads),
+            grads=leaving(layout.treedef.unflatten(out.grads), layout),
             feedback=layout.treedef.unflatten(out.feedback) if carries else None,
         )
 
     return run
 
 
-def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
+def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) -> Callable[..., Tree]:
     """Runs a forward function on stored parameters, with the same gather on use: evaluation, sampling, metrics.
 
     Args:
-        fn: `fn(params, batch, *rest)`, written for whole parameters and one device's part of the batch.
+        fn: `fn(params, batch, *rest)`, written for full parameters and one device's part of the batch.
         layout: the layout of the parameters.
+        per_example: which outputs hold one entry for each example, as for `value_and_grad`; usually found out.
 
     Returns:
-        A function of (params in stored form, batch, *rest), which are treated as in `value_and_grad`. Outputs whose
-        leading dim is that of the batch come back sharded along it; float outputs without one are averaged over the
-        devices.
+        A function of (params in stored form, batch, *rest), which are treated as in `value_and_grad`. Outputs with one
+        entry (or several) for each example come back sharded along their leading dim; all others, floats, are averaged
+        over the devices.
 
     Raises:
         ValueError: as `value_and_grad`; also an integer output without the batch dim, which cannot be averaged, and a
@@ -196,33 +233,56 @@ def apply(fn: Callable[..., Tree], layout: Layout) -> Callable[..., Tree]:
     (16,)
     """
 
+    compiled_once = CompiledOnce()
+
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
-        layout.check(params, stored=True)
-        batch_specs = batches.batch_specs(batch, layout)
+        params = entering(params, layout)
         batches.check_rest(rest)
-        out_specs = batches.output_specs(_output_shapes(fn, layout, batch, rest), batch, layout)
+        rest = without_gradient(marked_arguments(batch, rest, None, layout))
+        batch_specs, rest_specs = batches.batch_specs(batch, layout), argument_specs(rest)
+        out_specs = batches.output_specs(
+            _output_shapes(fn, layout, batch, rest), lambda: _output_shapes(fn, layout, batch, rest, times=2), layout,
+            per_example,
+        )  # fmt: skip
 
         def local(params: Tree, batch: Tree, rest: Any) -> Tree:
-            out = forward(fn, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
+            on_device = gathering_arguments(fn, forward_only=True)
+            out = forward(on_device, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
             return batches.average_outputs(out, out_specs, layout)
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
-        return _over_data_axes(layout, local, (param_specs, batch_specs, PartitionSpec()), out_specs)(
-            _not_differentiated(params), batches.on_mesh(batch, batch_specs, layout), _whole(rest, layout)
+        return compiled_once(
+            _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs),
+            batches.not_differentiated(params, _APPLY_IS_FORWARD),
+            batches.on_mesh(batch, batch_specs, layout),
+            batches.on_mesh(rest, rest_specs, layout),
         )
 
     return run
 
 
-def _output_shapes(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1) -> Tree:
-    """Shapes of the function's outputs on one device, traced where the data axes can be named."""
-    local_batch = batches.local_shapes(batch, layout, microbatches)
+def _output_shapes(
+    fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1, times: int = 1
+) -> Tree:
+    """Shapes of the function's outputs on one device, traced where the data axes can be named.
+
+    `times` as many examples as in the batch. Further arguments are seen as inside `shard_map`: their sharding over the
+    data axes means nothing there.
+    """
+    local_batch = batches.local_shapes(batch, layout, microbatches, times)
+    leaves, structure = jax.tree.flatten(logical_arguments(rest))
+    is_shape = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     found: list[Tree] = []
 
-    def probe() -> None:
-        found.append(jax.eval_shape(lambda p, b, r: fn(p, b, *r), layout.logical_shapes(), local_batch, rest))
+    def probe(*given: Any) -> None:
+        new = iter(given)
+        shown = structure.unflatten([x if s else next(new) for x, s in zip(leaves, is_shape, strict=True)])
+        found.append(jax.eval_shape(lambda p, b, r: fn(p, b, *r), layout.logical_shapes(), local_batch, shown))
 
-    jax.eval_shape(_over_data_axes(layout, probe, (), None))
+    def on_devices(*given: Any) -> None:
+        _over_data_axes(layout, probe, PartitionSpec(), None)(*_whole(given, layout))
+
+    jax.eval_shape(on_devices, *(x for x, s in zip(leaves, is_shape, strict=True) if not s))
     return found[0]
 
 
@@ -245,10 +305,12 @@ def _over_data_axes(layout: Layout, fn: Callable[..., Any], in_specs: Any, out_s
         def held(values: list[Any]) -> tuple[Any, ...]:
             return tuple(x for x, is_empty in zip(values, empty, strict=True) if not is_empty)
 
-        return jax.shard_map(
+        on_devices = jax.shard_map(
             with_empty, mesh=layout.mesh, in_specs=held(specs), out_specs=out_specs,
             axis_names=set(layout.config.axes), check_vma=False,
-        )(*held(leaves))  # fmt: skip
+        )  # fmt: skip
+        # Under jit in eager calls too: shard_map alone does not run custom derivatives with symbolic zeros.
+        return jax.jit(on_devices)(*held(leaves))
 
     return run
 
@@ -263,19 +325,3 @@ def _whole(rest: Any, layout: Layout) -> Any:
 
 def _spec(placement: Placement, sharded: bool) -> PartitionSpec:
     return placement.data_spec if sharded else PartitionSpec()
-
-
-@jax.custom_vjp
-def _not_differentiated(params: Tree) -> Tree:
-    """The parameters as they are; their gradient, which would silently be zero, is refused."""
-    return params
-
-
-def _refuse_gradient(params: Tree) -> Any:
-    raise ValueError(
-        "zerojax.apply is forward only and cannot be differentiated with respect to the parameters: use "
-        "zerojax.value_and_grad(loss_fn, layout) in place of jax.grad"
-    )
-
-
-_not_differentiated.defvjp(_refuse_gradient, lambda residuals, cotangent: (cotangent,))

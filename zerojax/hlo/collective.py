@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from zerojax.hlo.schedule import Loop, Occurrence
+from zerojax.hlo.schedule import Loop, Visit, arrays_of, collective_kind, mode_of, name_stack
 from zerojax.hlo.text import ArrayShape, parse_groups
 
 
@@ -71,7 +71,7 @@ class Collective:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the whole array: the larger of operand and result."""
+        """Bytes of the full array: the larger of operand and result."""
         return max(self.operand_bytes, self.result_bytes)
 
     @property
@@ -112,49 +112,107 @@ class Collective:
             return "backward"
         return "forward" if "jvp(" in self.op_name else "other"
 
+    @property
+    def mode(self) -> str:
+        """ "overlapped" (computing goes on), "asynchronous" or "blocking"."""
+        return ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
+
     def __str__(self) -> str:
         arrays = ", ".join(map(str, self.operands))
         loops = " in loop x " + " x ".join(str(loop.trip_count or "?") for loop in self.loops) if self.loops else ""
-        mode = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
         return (
             f"{self.kind} over {'+'.join(self.axes) or 'no axis'} (groups of {self.group_size}) of {arrays}, "
-            f"{self.payload_bytes} bytes in all{loops}, {mode}, {self.phase}: {self.name}"
+            f"{self.payload_bytes} bytes in all{loops}, {self.mode}, {self.phase}: {self.name}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one sort, together, per call of the program: as compiled, or as predicted of one leaf or of all.
+
+    Attributes:
+      phase: "forward", "backward" (with recomputation), "other" or, of a step, "update" (all that follows).
+      kind: of collective, as in `Collective`.
+      axes: mesh axes of more than one device, outermost first.
+      dtypes: element types on the wire; a predicted "int8" and "int4" with their scales.
+      in_loop: whether inside a loop.
+      mode: "overlapped" (computing goes on), "asynchronous", "blocking"; "" where nothing was compiled.
+      executions: how often collectives of the sort run.
+      received_bytes: bytes into each device.
+      node_bytes: bytes into each node; as many leave it.
+      count: instructions of a compiled program.
+      pass_bytes: bytes of device memory read and written to quantise and dequantise, where predicted.
+      path: key path of the leaf that it is predicted for.
+    """
+
+    phase: str
+    kind: str
+    axes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    in_loop: bool
+    mode: str
+    executions: int
+    received_bytes: int
+    node_bytes: int
+    count: int = 0
+    pass_bytes: int = 0
+    path: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """The element type with most bytes on the wire."""
+        return self.dtypes[0]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or 'no axis':12} {'+'.join(self.dtypes):10} "
+            f"{'loop' if self.in_loop else 'once':4} {self.mode:12} "
+            f"{self.count} instructions, {self.executions} executions, "
+            f"{self.received_bytes} bytes into a device, {self.node_bytes} into a node"
         )
 
 
 def describe_collective(
-    found: Occurrence, mesh: tuple[tuple[str, int], ...], node_axes: tuple[str, ...], num_devices: int
+    visit: Visit,
+    mesh: tuple[tuple[str, int], ...],
+    node_axes: tuple[str, ...],
+    num_devices: int,
+    multiplying: frozenset[str],
 ) -> Collective:
-    """Works out groups, axes and bytes of a collective found in a schedule.
+    """Works out groups, axes, mode and bytes of a collective.
 
     Args:
-      found: the collective where the schedule reaches it.
+      visit: the collective where the schedule reaches it.
       mesh: axis names and sizes, outermost first; empty when not known.
       node_axes: the axes along which the node changes.
       num_devices: devices of the program.
+      multiplying: from `schedule.multiplying_computations`.
     """
-    line = found.instruction
-    if found.kind == "collective-permute":
+    line = visit.instruction
+    kind = collective_kind(line) or line.opcode
+    operands, results = arrays_of(visit)
+    mode = mode_of(visit, multiplying)
+    if kind == "collective-permute":
         _, _, printed = line.attributes.partition("source_target_pairs=")
         groups = parse_groups(printed, num_devices) if not printed.startswith("{}") else ((0,),)
     else:
         groups = parse_groups(line.attributes, num_devices)
-    operand_bytes = sum(shape.num_bytes for shape in found.operands)
+    operand_bytes = sum(shape.num_bytes for shape in operands)
     return Collective(
-        kind=found.kind,
+        kind=kind,
         name=line.name,
-        operands=found.operands,
-        results=found.results,
+        operands=operands,
+        results=results,
         groups=groups,
         axes=spanned_axes(groups, mesh),
-        loops=found.loops,
-        in_conditional=found.in_conditional,
-        asynchronous=found.mode.asynchronous,
-        overlapped=found.mode.overlapped,
-        overlaps_matmul=found.mode.overlaps_matmul,
-        pipelined=found.pipelined,
-        op_name=found.op_name,
-        node_bytes=entering_node(found.kind, operand_bytes, groups, mesh, node_axes),
+        loops=visit.loops,
+        in_conditional=visit.in_conditional,
+        asynchronous=mode.asynchronous,
+        overlapped=mode.overlapped,
+        overlaps_matmul=mode.overlaps_matmul,
+        pipelined='"is_pipelined":true' in line.attributes,
+        op_name=name_stack(visit),
+        node_bytes=entering_node(kind, operand_bytes, groups, mesh, node_axes),
     )
 
 

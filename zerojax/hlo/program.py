@@ -12,46 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from zerojax.hlo.collective import Collective, describe_collective
-from zerojax.hlo.schedule import Visit, find_collectives, multiplies, walk
-from zerojax.hlo.text import ArrayShape, Module, hlo_dtype, parse_module
-
-_CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
-_KERNEL_LABELS = re.compile(r"dim_labels=\w+?_(\w+)->")
-
-
-def matmul_flops(module: Module) -> int:
-    """FLOP of one device in one call of the program, in matrix products and convolutions; all branches count.
-
-    Args:
-      module: from `hlo_text.parse_module`.
-    """
-    return sum(
-        _flops(visit) * math.prod(loop.trip_count or 1 for loop in visit.loops) for visit in walk(module, multiplies)
-    )
-
-
-def _flops(visit: Visit) -> int:
-    line, by_name = visit.instruction, visit.computation.by_name
-    operands = [by_name[name].shapes[0] for name in line.operands if name in by_name and by_name[name].shapes]
-    if len(operands) < 2 or not line.shapes:
-        return 0
-    return 2 * math.prod(line.shapes[0].dims) * _contracted(line.attributes, operands)
-
-
-def _contracted(attributes: str, operands: list[ArrayShape]) -> int:
-    if labels := _KERNEL_LABELS.search(attributes):
-        kernel = zip(labels.group(1), operands[1].dims, strict=True)
-        return math.prod(size for label, size in kernel if label != "o")
-    if dims := _CONTRACTING.search(attributes):
-        return math.prod(operands[0].dims[int(dim)] for dim in re.findall(r"\d+", dims.group(1)))
-    return 0
+from zerojax.hlo.collective import Collective, Traffic
+from zerojax.hlo.steps import Step, all_collectives, program_steps, total_flops
+from zerojax.hlo.text import hlo_dtype, parse_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,32 +51,6 @@ class MemoryFigures:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Collectives of one sort, together: numbers of instructions and executions, bytes per call of the program."""
-
-    phase: str
-    kind: str
-    axes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    in_loop: bool
-    asynchronous: bool
-    overlapped: bool
-    count: int
-    executions: int
-    received_bytes: int
-    node_bytes: int
-
-    def __str__(self) -> str:
-        mode = ("overlapped" if self.overlapped else "asynchronous") if self.asynchronous else "blocking"
-        return (
-            f"{self.phase:8} {self.kind:18} {'+'.join(self.axes) or 'no axis':12} {'+'.join(self.dtypes):10} "
-            f"{'loop' if self.in_loop else 'once':4} {mode:12} "
-            f"{self.count} instructions, {self.executions} executions, "
-            f"{self.received_bytes} bytes into a device, {self.node_bytes} into a node"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class CompiledProgram:
     """A compiled program's collectives and memory.
 
@@ -119,7 +61,12 @@ class CompiledProgram:
       mesh_shape: mesh axis names and sizes, outermost first.
       node_axes: the axes along which nodes are counted.
       num_devices: devices the program runs on.
-      matmul_flops: FLOP of one device per call in matrix products; what is left out is stated in `matmul_flops`.
+      matmul_flops: FLOP of one device per call in matrix products and convolutions; all branches count.
+      steps: kernels, collectives and loops in the order in which a device comes to them.
+
+    >>> program = read_program(jax.jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((8,), "float32")).compile())
+    >>> program.select("all-gather"), program.received_bytes()
+    ((), 0)
     """
 
     collectives: tuple[Collective, ...]
@@ -128,6 +75,7 @@ class CompiledProgram:
     node_axes: tuple[str, ...]
     num_devices: int
     matmul_flops: int
+    steps: tuple[Step, ...] = dataclasses.field(repr=False)
 
     def select(
         self,
@@ -183,15 +131,15 @@ class CompiledProgram:
         """The collectives added up by phase, kind, axes, element types, loop and mode."""
         sorts: dict[tuple[Any, ...], list[Collective]] = {}
         for one in self.collectives:
-            sort = (one.phase, one.kind, one.axes, one.dtypes, one.in_loop, one.asynchronous, bool(one.overlapped))
+            sort = (one.phase, one.kind, one.axes, one.dtypes, one.in_loop, one.mode)
             sorts.setdefault(sort, []).append(one)
         return tuple(
             Traffic(
                 *sort,
-                count=len(group),
                 executions=sum(one.executions for one in group),
                 received_bytes=sum(one.received_bytes * one.executions for one in group),
                 node_bytes=sum(one.node_bytes * one.executions for one in group),
+                count=len(group),
             )
             for sort, group in sorts.items()
         )
@@ -231,13 +179,10 @@ def read_program(
             "pass the mesh that its shardings use"
         )
     nodes = tuple(axis for axis in shape if axis in node_axes)
-    described = (
-        describe_collective(occurrence, tuple(shape.items()), nodes, module.num_devices)
-        for occurrence in find_collectives(module)
-    )
-    collectives = tuple(one for one in described if one.group_size > 1)
+    steps = program_steps(module, tuple(shape.items()), nodes)
+    collectives = tuple(all_collectives(steps))
     memory = None if isinstance(program, str) else memory_figures(program)
-    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, matmul_flops(module))
+    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, total_flops(steps), steps)
 
 
 def memory_figures(compiled: jax.stages.Compiled) -> MemoryFigures | None:
@@ -279,6 +224,17 @@ def expect_collectives(
 
     Raises:
       AssertionError: with a list of what the program has instead.
+
+    >>> text = '''HloModule tiny, is_scheduled=true, num_partitions=4
+    ...
+    ... ENTRY %main (x: bf16[8]) -> bf16[32] {
+    ...   %x = bf16[8]{0} parameter(0)
+    ...   ROOT %all = bf16[32]{0} all-gather(%x), replica_groups={}, dimensions={0}
+    ... }
+    ... '''
+    >>> program = read_program(text, {"node": 2, "local": 2})
+    >>> expect_collectives(program, "all-gather", axes=("node", "local"), only_dtypes=["bfloat16"])[0].received_bytes
+    48
     """
     found = program.select(kind, **conditions)
     faults = []

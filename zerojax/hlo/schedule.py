@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from zerojax.hlo.text import ArrayShape, Computation, Instruction, Module
@@ -101,9 +101,9 @@ KINDS = frozenset(
         "reduce-scatter",
     )
 )
-_BRANCHES = ("true_computation", "false_computation", "branch_computations")
+BRANCHES = ("true_computation", "false_computation", "branch_computations")
 _MEMORY_ONLY = ("copy", "copy-start", "iota", "send", "recv", "async-update")
-_NO_KERNEL = (
+NO_KERNEL = (
     "after-all",
     "bitcast",
     "constant",
@@ -115,7 +115,7 @@ _NO_KERNEL = (
     "replica-id",
     "tuple",
 )
-_NOT_COMPUTING = frozenset(_NO_KERNEL + _MEMORY_ONLY)
+_NOT_COMPUTING = frozenset(NO_KERNEL + _MEMORY_ONLY)
 # A loop counter or a flag is updated by a kernel too; it hides no transfer.
 _BOOKKEEPING_BYTES = 256
 
@@ -141,25 +141,6 @@ _BLOCKING = Mode(False, (), False)
 
 
 @dataclasses.dataclass(frozen=True)
-class Occurrence:
-    """A collective where the schedule reaches it; fields as in `compiled_collective.Collective`."""
-
-    kind: str
-    instruction: Instruction
-    operands: tuple[ArrayShape, ...]
-    results: tuple[ArrayShape, ...]
-    loops: tuple[Loop, ...]
-    in_conditional: bool
-    mode: Mode
-    op_name: str
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether the compiler moved it into another iteration."""
-        return '"is_pipelined":true' in self.instruction.attributes
-
-
-@dataclasses.dataclass(frozen=True)
 class Visit:
     """An instruction that the schedule reaches, and what is around it.
 
@@ -182,42 +163,27 @@ class Visit:
         """The instruction itself."""
         return self.computation.instructions[self.index]
 
+    def enter(self, called: Computation, *, loop: Loop | None = None, branch: bool = False) -> Iterator[Visit]:
+        """Visits the instructions of a computation that this one calls, in their order.
 
-def walk(module: Module, wanted: Callable[[Instruction], bool]) -> Iterator[Visit]:
-    """Visits the wanted instructions of a module in the order of its schedule, as often as they are written.
-
-    Called computations (loop bodies, branches, fusions, ..) are entered where they are called, all branches too.
-    """
-    holding = _holding(module, wanted)
-
-    def enter(name: str, around: Visit | None) -> Iterator[Visit]:
-        computation = module.computations[name]
-        for index, line in enumerate(computation.instructions):
-            visit = Visit(computation, index)
-            if around is not None:
-                callers = (*around.callers, (around.computation, around.index))
-                visit = Visit(computation, index, around.loops, around.in_conditional, callers)
-            if wanted(line):
-                yield visit
-                continue
-            called = [(key, name) for key, names in line.called().items() for name in names if name in holding]
-            if called and line.opcode == "while":
-                loop = Loop(line.name, trip_count(module, computation, line), line.op_name)
-                visit = dataclasses.replace(visit, loops=(*visit.loops, loop))
-            for key, name in called:
-                branch = visit.in_conditional or key in _BRANCHES
-                yield from enter(name, dataclasses.replace(visit, in_conditional=branch))
-
-    yield from enter(module.entry, None)
+        Args:
+          called: the computation.
+          loop: the loop whose body it is.
+          branch: whether it may not run.
+        """
+        loops = self.loops if loop is None else (*self.loops, loop)
+        callers = (*self.callers, (self.computation, self.index))
+        for index in range(len(called.instructions)):
+            yield Visit(called, index, loops, self.in_conditional or branch, callers)
 
 
-def _holding(module: Module, wanted: Callable[[Instruction], bool]) -> frozenset[str]:
-    """Names of the computations that hold a wanted instruction, or call one that does."""
+def multiplying_computations(module: Module) -> frozenset[str]:
+    """Names of the computations that hold a matrix product, or call one that does."""
     callers: dict[str, set[str]] = {}
     found = []
     for computation in module.computations.values():
         for line in computation.instructions:
-            if wanted(line):
+            if multiplies(line):
                 found.append(computation.name)
             for names in line.called().values():
                 for name in names:
@@ -238,41 +204,44 @@ def multiplies(line: Instruction) -> bool:
     return line.opcode in ("dot", "convolution")
 
 
-def find_collectives(module: Module) -> tuple[Occurrence, ...]:
-    """All collectives of a module in the order of its schedule, those of called computations where they are called."""
-    multiplying = _holding(module, multiplies)
-    return tuple(_occurrence(visit, multiplying) for visit in walk(module, lambda line: _kind(line) is not None))
-
-
-def _kind(line: Instruction) -> str | None:
+def collective_kind(line: Instruction) -> str | None:
+    """The kind of a collective's instruction or start; None for all others."""
     kind = line.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
 
-def _occurrence(visit: Visit, multiplying: frozenset[str]) -> Occurrence:
+def arrays_of(visit: Visit) -> tuple[tuple[ArrayShape, ...], tuple[ArrayShape, ...]]:
+    """Arrays that one device puts into a collective, and gets out."""
     computation, line = visit.computation, visit.instruction
-    kind = _kind(line) or line.opcode
     operands = tuple(
         shape for name in line.operands if name in computation.by_name for shape in computation.by_name[name].shapes
     )
     done = _done(computation, visit.index)
     if done is not None:
-        results = computation.instructions[done].shapes
-    elif line.opcode == kind or kind == "all-reduce":
-        results = line.shapes
-    else:  # A start whose done is in another iteration: (operands, results, contexts).
-        results = line.shapes[len(operands) : 2 * len(operands)]
-    mode = _mode(computation, visit.index, multiplying)
-    if visit.callers and not _is_sync(line):
+        return operands, computation.instructions[done].shapes
+    if not line.opcode.endswith("-start") or collective_kind(line) == "all-reduce":
+        return operands, line.shapes
+    # A start whose done is in another iteration: (operands, results, contexts).
+    return operands, line.shapes[len(operands) : 2 * len(operands)]
+
+
+def mode_of(visit: Visit, multiplying: frozenset[str]) -> Mode:
+    """How a collective is issued.
+
+    Args:
+      visit: the collective where the schedule reaches it.
+      multiplying: from `multiplying_computations`.
+    """
+    if visit.callers and not _is_sync(visit.instruction):
         outer, start = visit.callers[-1]
         if outer.instructions[start].opcode.endswith("-start"):
-            mode = _mode(outer, start, multiplying)
-    return Occurrence(kind, line, operands, results, visit.loops, visit.in_conditional, mode, _op_name(visit, done))
+            return _mode(outer, start, multiplying)
+    return _mode(visit.computation, visit.index, multiplying)
 
 
-def _op_name(visit: Visit, done: int | None) -> str:
-    """The collective's own name; if the compiler gave it none, its callers', the innermost first, or a neighbour's."""
-    lines = visit.computation.instructions
+def name_stack(visit: Visit) -> str:
+    """JAX's name stack: the collective's, or else its callers', the innermost first, or a neighbour's."""
+    lines, done = visit.computation.instructions, _done(visit.computation, visit.index)
     names = [visit.instruction.op_name, lines[done].op_name if done is not None else ""]
     names += [outer.instructions[index].op_name for outer, index in reversed(visit.callers)]
     if visit.callers:
@@ -310,7 +279,7 @@ def _mode(computation: Computation, start: int, multiplying: frozenset[str]) -> 
 
 
 def _computes(computation: Computation, line: Instruction) -> bool:
-    if line.opcode in _NOT_COMPUTING or line.opcode.endswith("-done") or _kind(line) is not None:
+    if line.opcode in _NOT_COMPUTING or line.opcode.endswith("-done") or collective_kind(line) is not None:
         return False
     read = (computation.by_name[name].num_bytes for name in line.operands if name in computation.by_name)
     return max(line.num_bytes, *read, 0) > _BOOKKEEPING_BYTES

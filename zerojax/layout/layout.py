@@ -1,14 +1,15 @@
 """A Layout: the placements of a parameter tree on a mesh, and the stored form they define.
 
-The *stored form* of a parameter tree is what lives between steps: whole leaves below stage 3, 1/N of every large leaf
+The *stored form* of a parameter tree is what lives between steps: full leaves below stage 3, 1/N of every large leaf
 at stage 3 (padded with zeros where no dim divides). A Layout moves trees into and out of it, creates them in it, checks
-them against it and describes it. Knows nothing of optimizers or of how values move inside a step.
+them against it and describes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.config import ZeroConfig
-from zerojax.layout.mesh import data_size, with_auto_axes
-from zerojax.layout.notices import notices
-from zerojax.layout.placement import Placement, pad, unpad
+from zerojax.layout.description import describe, first_line, html_table
+from zerojax.layout.host_arrays import check_same_values, place_slices, place_whole, spread_batch
+from zerojax.layout.mesh import data_size, with_auto_axes, with_auto_mesh
+from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
+from zerojax.layout.safetensors import select_tensors
 
 Tree = Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
+@dataclasses.dataclass(frozen=True)
+class StoredParams:
+    """Parameters that say under which layout they are stored; made by `Layout.stored`. A pytree of their arrays.
+
+    Attributes:
+        tree: parameters in stored form, in any dtype.
+        layout: their layout.
+    """
+
+    tree: Tree
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,16 +106,18 @@ class Layout:
 
     def logical_shapes(self) -> Tree:
         """The parameters as the model sees them, as `jax.ShapeDtypeStruct`s without padding or sharding."""
-        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.placements)
+        return jax.tree.map(_logical, self.placements)
 
     def shard(self, params: Tree) -> Tree:
-        """Places whole parameters (host or device arrays) in stored form; the input stays valid.
+        """Places full parameters (host or device arrays) in stored form; the input stays valid.
 
         Args:
-            params: pytree of global logical arrays, of the structure and shapes given to `partition`.
+            params: pytree of global logical arrays, of the structure and shapes given to `partition`; in a job of
+                several processes the same in each, of which every device takes its part: nothing is sent.
 
         Raises:
-            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path), or its values differ
+                between processes.
 
         >>> import zerojax
         >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
@@ -107,38 +126,124 @@ class Layout:
         (2, 6)
         """
         self.check(params, stored=False)
+        check_same_values("layout.shard", params)
 
         def put(x: Any, placement: Placement) -> jax.Array:
             x, sharding = drop_weak_type(x), self.param_sharding(placement)
             if self.stage >= 3 and placement.padding:
-                x = np.asarray(x) if not isinstance(x, jax.Array) else x
-                x = pad(x, placement)
+                widths = [(0, n - m) for n, m in zip(placement.padded_shape, placement.shape, strict=True)]
+                x = pad(x, placement) if isinstance(x, jax.Array) else np.pad(x, widths)
             elif isinstance(x, jax.Array) and _may_share(x, sharding):
                 # It would share its buffer with the caller's array: donating one deletes the other.
                 x = x.copy()
-            return jax.device_put(x, sharding)
+            return place_whole(x, sharding)
 
         return self._map(put, params)
+
+    def batch(self, local: Tree) -> Tree:
+        """The batch of the whole job from the rows that each process has read; with one process, its placement.
+
+        Args:
+            local: any pytree of NumPy or JAX arrays with this process's own rows on their leading dim, the same number
+                in every process; 0-d leaves are the same everywhere.
+
+        Returns:
+            Global arrays, sharded on their leading dim over the data axes: the rows of a process stay on its devices,
+            and nothing is sent. For the step's `batch`.
+
+        Raises:
+            ValueError: the rows do not divide over the devices, or processes have different shapes (compared once for
+                each shape).
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"w": jnp.ones((16, 6))}, mesh)
+        >>> batch = layout.batch({"x": np.ones((16, 3)), "temperature": 0.5})
+        >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
+        ((16, 3), (2, 3))
+        """
+        return spread_batch(local, self.mesh, self.config.axes)
+
+    def stored(self, tree: Tree) -> StoredParams:
+        """Marks parameters in stored form as such, for arguments after the batch: teachers, target networks, GANs.
+
+        `value_and_grad`, `apply` and the step of `make_train_step` gather them where the loss uses them, in logical
+        shape and without a gradient; the loss sees the plain tree. The layout may be another one on the same mesh.
+
+        Args:
+            tree: in stored form, of any dtypes: an average of `TrainState.params`, say.
+
+        Raises:
+            ValueError: the tree is not in this layout's stored form.
+
+        >>> import zerojax
+        >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+        >>> layout = zerojax.partition({"w": jnp.ones((7,))}, mesh, ZeroConfig(min_shard_size=0))
+        >>> params = layout.shard({"w": jnp.ones((7,))})
+        >>> average = jax.tree.map(lambda old, new: 0.5 * old + 0.5 * new, params, params)
+        >>> loss = lambda params, batch, teacher: jnp.mean((batch @ params["w"] - batch @ teacher["w"]) ** 2)
+        >>> float(zerojax.value_and_grad(loss, layout)(params, jnp.ones((8, 7)), layout.stored(average))[0])
+        0.0
+        """
+        self.check(tree, stored=True if self.stage >= 3 else None, what="stored params")
+        return StoredParams(tree, self)
+
+    def load(self, path: str | os.PathLike[str], *, names: dict[str, str] | None = None, cast: bool = False) -> Tree:
+        """Parameters in stored form from safetensors: each device reads its own slices, no host the whole model.
+
+        Args:
+            path: a file, or the index of several (`*.safetensors.index.json`).
+            names: what the file calls a leaf, for leaves whose keys joined with "." are not their names there.
+            cast: take another dtype than the layout's, converted.
+
+        Raises:
+            FileNotFoundError: the file is not there.
+            ValueError: a leaf is missing or has another shape or dtype (with its key path); the file is not whole.
+        """
+        keys = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(self.placements)[0]]
+        tensors = select_tensors(path, list(zip(keys, self.leaves, strict=True)), names or {}, cast)
+        pairs = zip(tensors, self.leaves, strict=True)
+        return self._unflatten([
+            place_slices(x, self.param_shape(p), p.dtype, self.param_sharding(p)) for x, p in pairs
+        ])  # fmt: skip
 
     def unshard(self, tree: Tree) -> Tree:
         """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
 
-        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters.
+        Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters,
+        and where a leaf has none (`None`, `optax.MaskedNode`), there is none in the result.
 
         For looking at, comparing and exporting: it needs room for the full tree on each device.
         """
-        self.check(tree, stored=None)
-        return self._unflatten(self._gather(self._flatten(tree)))
+        try:
+            found = self.leaves_of(tree)
+        except ValueError:
+            self.check(tree, stored=None)  # names the difference
+            raise
+        has = [bool(jax.tree.leaves(x)) for x in found]
+        shown = [x if some else p for x, p, some in zip(found, map(_logical, self.leaves), has, strict=True)]
+        self.check(self._unflatten(shown), stored=None)
+        whole = iter(self._gather([x if some else None for x, some in zip(found, has, strict=True)]))
+        return self._unflatten([next(whole) if some else x for x, some in zip(found, has, strict=True)])
 
     @functools.cached_property
     def _gather(self) -> Callable[[list[Any]], list[jax.Array]]:
         """`unshard` of the leaves; compiled once for the dtypes of a tree."""
 
-        def gather(leaves: list[Any]) -> list[jax.Array]:
-            return [unpad(x, p) for x, p in zip(leaves, self.leaves, strict=True)]
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
 
-        replicated = [NamedSharding(self.mesh, PartitionSpec())] * len(self.leaves)
-        return jax.jit(with_auto_axes(gather, self.mesh, replicated), out_shardings=replicated)
+        def whole(x: jax.Array, p: Placement) -> jax.Array:
+            if is_two_bits(x.dtype):  # barriers: the compiler would move the casts beyond the gather
+                for sharding in (self.shard_sharding(p), everywhere):
+                    held = jax.lax.with_sharding_constraint(x.astype(jnp.int8), with_auto_mesh(sharding))
+                    x = jax.lax.optimization_barrier(held)
+            return unpad(x, p)
+
+        def gather(leaves: list[Any]) -> list[jax.Array]:
+            pairs = zip(leaves, self.leaves, strict=True)
+            return [whole(x, p).astype(x.dtype) for x, p in pairs if x is not None]
+
+        return jax.jit(with_auto_axes(gather, self.mesh, everywhere), out_shardings=everywhere)
 
     def init(self, init_fn: Callable[..., Tree], *args: Any) -> Tree:
         """Runs an initialiser with its outputs in stored form; no device ever holds a full copy.
@@ -151,7 +256,8 @@ class Layout:
             The parameters in stored form, equal in value to `layout.shard(init_fn(*args))`.
 
         Raises:
-            ValueError: a leaf's shape or dtype does not match the layout (with its key path).
+            ValueError: a leaf's shape or dtype does not match the layout (with its key path), or an argument differs
+                between processes.
 
         >>> import zerojax
         >>> init = lambda key: {"w": jax.random.normal(key, (7, 5))}
@@ -161,6 +267,7 @@ class Layout:
         (8, 5)
         """
         self.check(jax.eval_shape(init_fn, *args), stored=False)
+        check_same_values("layout.init", args)
 
         def build(*args: Any) -> list[jax.Array]:
             leaves = [drop_weak_type(x) for x in self._flatten(init_fn(*args))]
@@ -195,36 +302,32 @@ class Layout:
                 raise ValueError(f"{what}{p.path} has dtype {jnp.result_type(x)}, but the layout has {p.dtype}")
             self._check_mesh(x, f"{what}{p.path}")
 
-    def describe(self) -> str:
+    def describe(self, *, every_leaf: bool = False) -> str:
         """What is sharded, what stayed replicated and why, in bytes; one line per leaf that is not evenly sharded.
+
+        Args:
+            every_leaf: a line for the others too. In a notebook, a layout shows itself as a table of all leaves.
 
         >>> import zerojax
         >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
         >>> shapes = jax.eval_shape(lambda: {"w": jnp.zeros((512, 512)), "b": jnp.zeros(512)})
-        >>> print(zerojax.partition(shapes, mesh, ZeroConfig()).describe())
+        >>> layout = zerojax.partition(shapes, mesh, ZeroConfig())
+        >>> layout
+        stage 3 on mesh node=2 x local=4: 8 shards over ('node', 'local')
+        >>> print(layout.describe(every_leaf=True))
         stage 3 on mesh node=2 x local=4: 8 shards over ('node', 'local')
         sharded     1 leaves      1,048,576 bytes,        131,072 on each device
         replicated  1 leaves          2,048 bytes,          2,048 on each device
           ['b'] (512,) float32: replicated, 2,048 bytes: 512 elements, fewer than min_shard_size 16384
+          ['w'] (512, 512) float32: 131,072 bytes on each device: dim 0 of 512 divides by 8
         """
-        sharded = [p for p in self.leaves if p.is_sharded]
-        whole = [p for p in self.leaves if not p.is_sharded]
-        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        lines = [f"stage {self.stage} on mesh {mesh}: {self.num_shards} shards over {self.config.axes}"]
-        for name, group in (("sharded", sharded), ("replicated", whole)):
-            total, each = sum(p.full_bytes for p in group), sum(p.shard_bytes for p in group)
-            lines.append(f"{name:<10} {len(group):>2} leaves {total:>14,} bytes, {each:>14,} on each device")
-        for p in whole:
-            lines.append(f"  {p.path} {p.shape} {p.dtype.name}: replicated, {p.full_bytes:,} bytes: {p.reason}")
-        for p in sharded:
-            if p.padding:
-                waste = p.shard_bytes * p.num_shards - p.full_bytes
-                lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.reason}, {waste:,} bytes in all")
-        frozen = [p.path for p in self.leaves if not p.trainable]
-        if frozen:
-            lines.append(f"  not trained: {', '.join(frozen)}")
-        lines += [f"  notice: {text}" for text in notices(self.mesh, self.config, self.leaves)]
-        return "\n".join(lines)
+        return describe(self.mesh, self.config, self.leaves, self.num_shards, every_leaf=every_leaf)
+
+    def __repr__(self) -> str:
+        return first_line(self.mesh, self.config, self.num_shards)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.mesh, self.config, self.leaves, self.num_shards)
 
     def _check_mesh(self, x: Any, name: str) -> None:
         sharding = getattr(x, "sharding", None) if not _compat.is_traced(x) else None
@@ -273,6 +376,10 @@ class Layout:
 def drop_weak_type(x: Any) -> Any:
     """A weakly typed array (`jnp.full(shape, 0.1)`) as one with a dtype: the step would else be compiled twice."""
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _logical(p: Placement) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(p.shape, p.dtype)
 
 
 def _may_share(x: jax.Array, sharding: NamedSharding) -> bool:

@@ -2,7 +2,7 @@
 
 Two-level collectives (arXiv 2306.10209, sections 3.2 and 3.3) need to know which devices are joined by a fast network.
 `make_mesh` reads this from the processes and keeps the devices of a node together along the "local" axis; any mesh of
-the user's own works as well, its data axes named by `ZeroConfig.axes`. Knows nothing of arrays or models.
+the user's own works as well, its data axes named by `ZeroConfig.axes`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from zerojax._compat import has_explicit_axes
 
 
 def make_mesh(
@@ -124,6 +126,13 @@ def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Ca
     """
     explicit = tuple(a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings) if explicit else fn
+
+
+def with_auto_mesh(sharding: NamedSharding) -> NamedSharding:
+    """The sharding as a constraint inside `with_auto_axes`, which may name only axes that the compiler manages."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "a layout's shardings name real devices"
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec) if has_explicit_axes(mesh) else sharding
 
 
 def _group_by_host(devices: Sequence[Any]) -> dict[int, list[Any]]:

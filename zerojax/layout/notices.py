@@ -30,7 +30,7 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
     >>> import jax
     >>> mesh = Mesh([[d] for d in jax.devices()[:2]], ("node", "local"))
     >>> notices(mesh, ZeroConfig(secondary=True), [])[0]
-    "secondary has no effect: axis 'local' has one device, and a secondary partition would be the whole weight"
+    "secondary has no effect: axis 'local' has one device, and a secondary partition would be the full weight"
     """
     out: list[str] = []
     if leaves and not any(p.trainable for p in leaves):
@@ -47,7 +47,7 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
         why = (
             "there is one node, and the shards are inside it already"
             if narrow[0] == config.axes[0]
-            else "and a secondary partition would be the whole weight"
+            else "and a secondary partition would be the full weight"
         )
         out.append(f"secondary has no effect: axis {narrow[0]!r} has one device, {why}")
     if config.quantize_gradients and (narrow or len(config.axes) == 1):

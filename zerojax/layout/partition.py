@@ -2,7 +2,18 @@
 
 `partition` needs only shapes, so a model that fits on no device can be laid out, initialised in sharded form and
 planned for. It reads what the user says of a leaf (trainable or not, its own split over other mesh axes) and refuses
-what cannot be placed. Knows nothing of optimizers or of how values move.
+what cannot be placed.
+
+Leaves that are not trained (`trainable=lambda path, leaf: "lora" in path`) are sharded and gathered like the others.
+They may be integers: an int8 base under LoRA is gathered in one byte per element, in the backward pass too. Scale after
+the product (`(x @ q.astype(x.dtype)) * scale`), or put the dequantising product into `jax.checkpoint`; else the
+dequantised weight waits for the backward pass (a `GatherWarning` says so). To freeze or thaw, call `partition` again:
+the stored parameters stay as they are, the optimizer state starts anew. Different learning rates are
+`optax.multi_transform`.
+
+Other mesh axes (`make_mesh(model=2)`) are left to the compiler, with the leaves' own PartitionSpecs in `specs`: tensor
+parallel, expert parallel (`P("expert")` on the experts' dim) and sequence parallel (`with_sharding_constraint` on
+activations). No weight is gathered over these axes, and gradients, their scale and norm are those of one device.
 """
 
 from __future__ import annotations

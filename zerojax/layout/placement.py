@@ -2,7 +2,7 @@
 
 A Placement is the single record that the runtime executes and that memory, communication and plan read. Slices are in
 local-major order: device (node n, local l) owns slice `l * num_nodes + n`, so that a gather over "node" yields one
-contiguous chunk and the two-hop reduction needs no reordering. Knows nothing of trees, stages or optimizers.
+contiguous chunk and the two-hop reduction needs no reordering.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-# A leaf that would more than double under padding stays whole: the gather would move mostly zeros.
+# A leaf that would more than double under padding stays replicated: the gather would move mostly zeros.
 MAX_PADDED_RATIO = 2.0
 # Padding an inner dim by up to this much is better than splitting the dim that may be a stack of layers.
 MAX_INNER_RATIO = 1.125
@@ -37,6 +37,14 @@ class Placement:
         spec: the leaf's own PartitionSpec over the other mesh axes, one entry per dim.
         trainable: whether the leaf gets gradients and optimizer state.
         quantize_above: fewest elements with which the leaf travels quantised where a technique quantises; None: never.
+
+    What always holds (tests/layout/test_placement.py checks it for drawn shapes); with `dim` None, `padding == 0` and
+    all shapes are `shape`:
+
+        num_shards * shard_shape[dim] == padded_shape[dim] == shape[dim] + padding
+        0 <= padding < num_shards
+        shard_shape[d] == padded_shape[d] == shape[d]                       for every other dim d
+        shard_bytes * num_shards == full_bytes * padded_shape[dim] / shape[dim]
 
     >>> placement = place("['w']", (7, 64), jnp.dtype("float32"), axes=("data",), num_shards=8, min_shard_size=0)
     >>> placement.dim, placement.shard_shape, tuple(placement.full_spec)
@@ -88,7 +96,7 @@ class Placement:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the whole logical leaf."""
+        """Bytes of the full logical leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -211,6 +219,15 @@ def trimmed_spec(entries: list[str | tuple[str, ...] | None]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)
+
+
+def is_two_bits(dtype: np.dtype) -> bool:
+    """Whether XLA has to be handed bytes instead when such values move between devices: int2 and uint2.
+
+    >>> is_two_bits(jnp.dtype("int2")), is_two_bits(jnp.dtype("int4"))
+    (True, False)
+    """
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 4
 
 
 def pad(x: jax.Array, placement: Placement) -> jax.Array:

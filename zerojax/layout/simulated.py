@@ -12,9 +12,14 @@ GPUs meet in NCCL's order and need none of this: programs for them, and for seve
 from __future__ import annotations
 
 import functools
+import glob
+import importlib.metadata
+import importlib.util
 import operator
 import os
+import pkgutil
 import re
+import sys
 from typing import Any, SupportsIndex
 
 import jax
@@ -28,8 +33,9 @@ THREADS_PER_DEVICE = 4
 def simulate_devices(count: SupportsIndex = 8) -> None:
     """Makes the CPU pass for several devices; call it before the first array, key or list of devices.
 
-    Where there are GPUs they stay JAX's default devices, and what `make_mesh()` takes. A number that the environment
-    gives (`XLA_FLAGS=--xla_force_host_platform_device_count=...` or `JAX_NUM_CPU_DEVICES`) is kept, and so is NPROC.
+    Where there are GPUs they stay JAX's default devices, and what `make_mesh()` takes; where there are none, JAX is
+    told to look for the CPU alone, unless `JAX_PLATFORMS` says otherwise. A number that the environment gives
+    (`XLA_FLAGS=--xla_force_host_platform_device_count=...` or `JAX_NUM_CPU_DEVICES`) is kept, and so is NPROC.
 
     Args:
         count: number of devices.
@@ -61,7 +67,21 @@ def simulate_devices(count: SupportsIndex = 8) -> None:
         os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * number))
         if not given:
             jax.config.update("jax_num_cpu_devices", number)
+        if not jax.config.jax_platforms and not _may_have_accelerators():  # type: ignore[attr-defined]
+            jax.config.update("jax_platforms", "cpu")  # a CUDA plugin without a GPU fails at length
     separate_collectives()
+
+
+def _may_have_accelerators() -> bool:
+    """Whether JAX could find anything but the CPU: device files of GPUs and TPUs, or a plugin of another kind."""
+    if not sys.platform.startswith("linux") or importlib.util.find_spec("libtpu"):
+        return True
+    plugins = importlib.util.find_spec("jax_plugins")
+    found = {m.name for m in pkgutil.iter_modules(plugins.submodule_search_locations)} if plugins else set()
+    found |= {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
+    if not all("cuda" in name for name in found):
+        return True
+    return any(glob.glob(f"/dev/{name}") for name in ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg", "nvhost-*", "nvgpu*"))
 
 
 def _has_started() -> bool:

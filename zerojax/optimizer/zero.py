@@ -6,6 +6,8 @@ slices local. Gradients may come full (the user's own `jax.grad`: the constraint
 where they arise) or sharded (`zerojax.value_and_grad`). Parameters stored in a narrow dtype get a master copy in the
 state (arXiv 1910.02054, section 3.1). A transformation that does more than map gradients to updates (expects
 per-example gradients, grows its state in the first update) is refused by its shapes before anything is computed.
+Every transformation of optax and optax.contrib 0.2.8 is tried in tests/optimizer/test_optimizer_battery.py; refused are
+those that take per-example gradients, `measure_with_ema` alone, and `monitor`.
 """
 
 from __future__ import annotations
@@ -21,21 +23,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.layout.facts import check_replicas
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import with_auto_axes
 from zerojax.layout.placement import Placement
+from zerojax.optimizer.masters import current_masters, finish_update, masters_of, optimizer_view
 from zerojax.optimizer.matrices import with_whole_matrices
 from zerojax.optimizer.stored import (
-    all_masters,
     enter_state,
-    finish_update,
     has_master,
     logical_arguments,
     master_dtype,
-    master_pairs,
-    masters_of,
-    optimizer_view,
-    spread_masters,
     state_placements,
     state_sharding_of,
     to_logical,
@@ -83,16 +81,22 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     """Shards the state of an optax transformation according to a layout (ZeRO stages 1 to 3).
 
     Args:
-        tx: any optax transformation. Matrix products in it (Muon, GaLore) work on whole matrices: see
+        tx: any optax transformation. Matrix products in it (Muon, GaLore) work on full matrices: see
             `zerojax.optimizer.matrices`.
         layout: the layout of the parameters.
 
     Returns:
         A transformation. `init(params)` takes parameters in stored form and creates the state in sharded form, no
-        device ever holding a whole leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of
+        device ever holding a full leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of
         the state, with their shardings. `update(grads, state, params, **extra)` takes whole or sharded gradients
         and returns updates in the form of the parameters, for `optax.apply_updates`. At stages 1 and 2 the updates are
         all-gathered, in the dtype of the parameters where there is a master copy. At stage 0 nothing is sharded.
+
+        A parameter that has a master copy is its master, rounded. Elements that are not were edited (loaded, pruned,
+        averaged, reset) and win: the update starts from them. Apply updates with `optax.apply_updates`.
+
+        Functions among `extra` (SAM's `grad_fn`, a line search's `value_fn`) are called with parameters as the
+        optimizer sees them, of logical shape and in the master dtype; `value_and_grad` and `apply` take these there.
 
     Raises:
         ValueError: parameters, gradients or a state that are not of this layout; a transformation that does not map
@@ -117,28 +121,34 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         return state_placements(wrapped.init, layout)
 
     def init(params: Tree) -> ZeroState:
+        _check_outermost(params, layout)
         layout.check(params, stored=True)
         of_state = placements()
         leaves = jax.tree.leaves(params)
+        check_replicas(params, layout, "zero(tx, layout).init")
         if leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return _abstract_state(of_state, layout, layout_id)
 
-        def build(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        def build(leaves: list[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
             params = layout.treedef.unflatten(leaves)
             masters = masters_of(params, layout)
             inner = wrapped.init(trained_tree(layout, optimizer_view(params, masters, layout)))
-            held = [to_stored(x, p, layout) for x, p in master_pairs(masters, layout)]
-            return enter_state(inner, of_state, layout), held
+            return enter_state(inner, of_state, layout), held(masters)
 
-        shardings = (
-            [state_sharding_of(p, layout) for p in jax.tree.leaves(of_state)],
-            [state_sharding_of(p, layout) for p in layout.leaves if has_master(p, layout)],
-        )
-        build = with_auto_axes(build, layout.mesh, shardings)
-        inner, masters = jax.jit(build, out_shardings=shardings)(leaves)
-        return ZeroState(
-            jax.tree.unflatten(jax.tree.structure(of_state), inner), spread_masters(masters, layout), layout_id
-        )
+        build = with_auto_axes(build, layout.mesh, shardings())
+        return state_of(*jax.jit(build, out_shardings=shardings())(leaves))
+
+    def held(masters: list[Any]) -> list[Any]:
+        return [None if m is None else to_stored(m, p, layout) for m, p in zip(masters, layout.leaves, strict=True)]
+
+    def shardings() -> tuple[list[Any], list[Any]]:
+        """Of the leaves of the state: the inner one's, and one master, or None, for each parameter."""
+        of_masters = [state_sharding_of(p, layout) if has_master(p, layout) else None for p in layout.leaves]
+        return [state_sharding_of(p, layout) for p in jax.tree.leaves(placements())], of_masters
+
+    def state_of(inner: list[Any], masters: list[Any]) -> ZeroState:
+        inner = jax.tree.unflatten(jax.tree.structure(placements()), inner)
+        return ZeroState(inner, layout.treedef.unflatten(masters), layout_id)
 
     def compute(static: dict[str, Any]) -> Callable[..., Any]:
         """The update on lists of leaves in stored form; `static` are the extra arguments that are no arrays."""
@@ -149,13 +159,19 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
                 None if not p.trainable else to_logical(g, p, layout).astype(master_dtype(p, layout))
                 for g, p in zip(grad_leaves, layout.leaves, strict=True)
             ])  # fmt: skip
-            masters = [None if m is None else to_logical(m, p, layout) for m, p in all_masters(state.master, layout)]
-            old = None if param_leaves is None else layout.treedef.unflatten(param_leaves)
-            seen = None if old is None else trained_tree(layout, optimizer_view(old, masters, layout))
+            masters = [
+                None if m is None else to_logical(m, p, layout)
+                for m, p in zip(layout.leaves_of(state.master), layout.leaves, strict=True)
+            ]
+            old = seen = None
+            if param_leaves is not None:
+                masters = current_masters(masters, param_leaves, layout)
+                old = layout.treedef.unflatten(param_leaves)
+                seen = trained_tree(layout, optimizer_view(old, masters, layout))
             inner = jax.tree.map(lambda x, p: to_logical(x, p, layout), state.inner, of_state)
-            logical = logical_arguments(extra, layout)
+            logical, called = logical_arguments(extra, old, layout), logical_arguments(static, old, layout)
             if static or layout.stage == 0 or layout.num_shards == 1:
-                updates, new_inner = wrapped.update(grads, inner, seen, **logical, **static)
+                updates, new_inner = wrapped.update(grads, inner, seen, **logical, **called)
             else:  # a function among the arguments may hold the model's own matrix products
                 args = (grads, inner, seen, logical)
                 moved = with_whole_matrices(lambda g, s, p, e: wrapped.update(g, s, p, **e), layout)
@@ -163,19 +179,13 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
             check_updates(updates, layout)
             check_new_state(new_inner, of_state)
             updates, new_masters = finish_update(updates, masters, param_leaves, layout)
-            return (
-                updates,
-                enter_state(new_inner, of_state, layout),
-                [to_stored(m, p, layout) for m, p in master_pairs(new_masters, layout)],
-            )
+            return updates, enter_state(new_inner, of_state, layout), held(new_masters)
 
-        shardings = (
-            [layout.param_sharding(p) if p.trainable else NamedSharding(layout.mesh, PartitionSpec())
-             for p in layout.leaves],
-            [state_sharding_of(p, layout) for p in jax.tree.leaves(of_state)],
-            [state_sharding_of(p, layout) for p in layout.leaves if has_master(p, layout)],
-        )  # fmt: skip
-        return with_auto_axes(step, layout.mesh, shardings)
+        of_updates = [
+            layout.param_sharding(p) if p.trainable else NamedSharding(layout.mesh, PartitionSpec())
+            for p in layout.leaves
+        ]
+        return with_auto_axes(step, layout.mesh, (of_updates, *shardings()))
 
     @functools.cache
     def jitted() -> Callable[..., Any]:
@@ -185,7 +195,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         _check_state(state, layout_id, layout)
         of_state = placements()
         check_same_optimizer(state.inner, of_state)
-        if params is None and state.master is not None and any(has_master(p, layout) for p in layout.leaves):
+        if params is None and any(has_master(p, layout) for p in layout.leaves):
             raise ValueError("zero(...).update needs params (third argument) when there are master weights")
         if params is not None:
             layout.check(params, stored=True)
@@ -197,20 +207,29 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
         static = {k: v for k, v in extra.items() if k not in arrays}
         step = jitted() if not static else jax.jit(compute(static))
         updates, inner, masters = step(grad_leaves, state, param_leaves, arrays)
-        return (
-            layout.treedef.unflatten(updates),
-            ZeroState(
-                jax.tree.unflatten(jax.tree.structure(of_state), inner), spread_masters(masters, layout), layout_id
-            ),
-        )
+        return layout.treedef.unflatten(updates), state_of(inner, masters)
 
     def placements_of_state() -> ZeroState:
-        masters = [p.with_dtype(master_dtype(p, layout)) for p in layout.leaves if has_master(p, layout)]
-        return ZeroState(placements(), spread_masters(masters, layout), layout_id)
+        masters = [p.with_dtype(master_dtype(p, layout)) if has_master(p, layout) else None for p in layout.leaves]
+        return ZeroState(placements(), layout.treedef.unflatten(masters), layout_id)
 
     out = ShardedTransformation(init, update)  # type: ignore[arg-type]
     out.state_placements = placements_of_state
     return out
+
+
+def check_sharded(tx: Any, call: str) -> None:
+    """Refuses an optimizer that `zero` has not wrapped, or that has been wrapped again.
+
+    Raises:
+        ValueError: with the call that was meant.
+    """
+    if not isinstance(tx, ShardedTransformation):
+        raise ValueError(
+            f"{call}: the optimizer must be made by zerojax.zero(tx, layout), outermost: "
+            f"zero(optax.chain(...), layout), zero(optax.masked(tx, mask), layout), not the other way round; got "
+            f"{type(tx).__name__}"
+        )
 
 
 def placements_of_state(tx: optax.GradientTransformation, layout: Layout) -> ZeroState:
@@ -258,8 +277,8 @@ def _abstract_state(of_state: Tree, layout: Layout, layout_id: str) -> ZeroState
         return jax.ShapeDtypeStruct(held, dtype, sharding=state_sharding_of(p, layout))
 
     inner = jax.tree.map(lambda p: shape(p, p.dtype), of_state)
-    masters = [shape(p, master_dtype(p, layout)) for p in layout.leaves if has_master(p, layout)]
-    return ZeroState(inner, spread_masters(masters, layout), layout_id)
+    masters = [shape(p, master_dtype(p, layout)) if has_master(p, layout) else None for p in layout.leaves]
+    return ZeroState(inner, layout.treedef.unflatten(masters), layout_id)
 
 
 def _check_state(state: Any, layout_id: str, layout: Layout) -> None:
@@ -291,6 +310,19 @@ def like_params(grads: Tree, layout: Layout) -> Tree:
     full = [jax.ShapeDtypeStruct(p.shape, p.dtype) if not p.trainable else g
             for g, p in zip(leaves, layout.leaves, strict=True)]  # fmt: skip
     return layout.treedef.unflatten(full)
+
+
+def _check_outermost(params: Tree, layout: Layout) -> None:
+    """Refuses parameters that another transformation has changed (masked, flattened) before `zero` sees them."""
+    if jax.tree.structure(params) == layout.treedef:
+        return
+    try:
+        layout.check(params, stored=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. If zero(tx, layout) is inside another transformation (optax.masked, optax.partition, "
+            "optax.flatten), put it outermost: zero(optax.masked(tx, mask), layout)"
+        ) from None
 
 
 def check_same_optimizer(inner: Tree, of_state: Tree) -> None:

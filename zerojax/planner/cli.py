@@ -1,8 +1,8 @@
-"""The command `zerojax`: `zerojax plan MODEL ...` plans training steps for a cluster that is not there.
+"""The command `zerojax`: `zerojax plan MODEL ...` plans training steps, compiled ahead of time for a target cluster.
 
 MODEL is `gpt:7.5b`, `gpt:18b`, `gpt:128b`, `gpt:1t`, or `MODULE:FUNCTION`, a function without arguments that returns
-the loss, the shapes and the optimizer: `(loss_fn, params_shapes, batch_shapes, tx)`, or a `Subject` of
-`zerojax.planner.models`.
+the loss, the shapes and the optimizer: `(loss_fn, params_shapes, batch_shapes, tx)`, or a `Workload` of
+`zerojax.planner.workload`.
 Exit status: 0; 1 when nothing fits; 2 for what cannot be planned, with one line that says why.
 """
 
@@ -11,30 +11,44 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
+import inspect
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from zerojax.config import ZeroConfig
+from zerojax.planner import doctor
 from zerojax.planner.advice import comparison_configs
+from zerojax.planner.configs import Progress
+from zerojax.planner.fastest import Candidate, find_fastest
 from zerojax.planner.gpus import TARGETS, PluginMissing
-from zerojax.planner.models import GPT_SHAPES, Subject, gpt
-from zerojax.planner.plan import Progress, subject_plan
+from zerojax.planner.models import GPT_SHAPES, gpt
+from zerojax.planner.plan import plan_workload
 from zerojax.planner.records import Plan
+from zerojax.planner.trace import write_trace
+from zerojax.planner.workload import Workload
 
 _MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
+_MOST_CANDIDATES = 3
 _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     options = _parser().parse_args(argv)
+    if options.command == "doctor":
+        try:
+            return doctor.run(options, _maker(options))
+        except (ValueError, TypeError) as error:
+            return doctor.report(error)
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # nothing runs: leave the GPUs of this machine alone
     try:
@@ -49,19 +63,32 @@ def _run(options: argparse.Namespace) -> int:
         raise ModuleNotFoundError(_MISSING_MATPLOTLIB)
     if not options.json and not _is_installed("rich"):
         raise ModuleNotFoundError(_MISSING_RICH)
-    if options.plot and not Path(options.plot).parent.is_dir():
-        raise ValueError(f"--plot {options.plot}: the folder does not exist")
+    for option, path in (("--plot", options.plot), ("--trace", options.trace)):
+        if path and not Path(path).parent.is_dir():
+            raise ValueError(f"{option} {path}: the folder does not exist")
+    for option, wanted in (("--trace", options.trace), ("--fastest", options.fastest)):
+        if wanted and options.no_compile:
+            raise ValueError(f"{option} is of compiled programs: leave out --no-compile")
     configs = _configs(options)
-    subject = _subject(options)
+    make = _maker(options)
+    workload = make()
+    given: dict[str, Any] = {
+        "target": options.target, "num_nodes": options.nodes, "devices_per_node": options.gpus_per_node,
+        "bandwidth": options.bandwidth, "efficiency": options.efficiency, "microbatches": options.microbatches,
+    }  # fmt: skip
+    fastest: list[Candidate] = []
     with _suppress_compiler_stderr(), _progress(quiet=options.json) as progress:
-        plan = subject_plan(
-            subject, configs=configs, progress=progress, target=options.target, num_nodes=options.nodes,
-            devices_per_node=options.gpus_per_node, bandwidth=options.bandwidth, efficiency=options.efficiency,
-            examples_per_device=options.examples_per_device, microbatches=options.microbatches,
+        given["progress"] = progress
+        plan = plan_workload(
+            workload, configs=configs, examples_per_device=options.examples_per_device,
             compiles=False if options.no_compile else options.compile or None,
-            largest_microbatch=not options.no_largest_microbatch,
+            largest_microbatch=not options.no_largest_microbatch, **given,
         )  # fmt: skip
-    _show(plan, options)
+        if options.fastest:
+            takes = "checkpointing" in inspect.signature(make).parameters
+            makes = (lambda checkpointing: make(checkpointing=checkpointing)) if takes else workload
+            fastest = find_fastest(makes, configs, **given)
+    _show(plan, options, fastest)
     if not plan.fits:
         print(f"zerojax plan: {plan.recommendation}", file=sys.stderr)
         return 1
@@ -72,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO for JAX")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
-        "plan", help="memory, traffic and time of a training step on a cluster that is not there", description=__doc__,
+        "plan", help="memory, traffic and time of a training step on a target cluster", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = plan.add_argument
@@ -88,8 +115,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--error-feedback", action="store_true")
     add("--compare", action="store_true", help="all stages and techniques side by side")
     add("--recommend", action="store_true", help="compare, and pick the least communication that fits")
+    add(
+        "--fastest",
+        action="store_true",
+        help="try each configuration at its largest microbatch, with and without activation checkpointing (where "
+        "FUNCTION takes checkpointing=True), and show the best three in tokens per second; several compiles each",
+    )
     add("--bandwidth", help="into a node, from all others together: 400GB/s, 3200Gbit/s (default: 50 GB/s per GPU)")
-    add("--efficiency", type=float, default=0.5, help="share of the peak FLOP/s that matrix products reach")
+    add("--efficiency", type=float, help="share of the peak FLOP/s that large products reach (default: the GPU's)")
     add("--examples-per-device", type=int, help="in a device's microbatch (default: the function's batch; 1 for gpt)")
     add("--microbatches", type=int, default=1)
     add("--sequence-length", type=int, help="of the built-in models (default: 2048)")
@@ -98,7 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     compiles.add_argument("--no-compile", action="store_true", help="from placements alone")
     add("--no-largest-microbatch", action="store_true", help="one compile per configuration instead of two")
     add("--json", action="store_true", help="the whole plan as JSON on the standard output")
-    add("--plot", metavar="FILE.png", help="bars of memory by class and of traffic by axis")
+    add("--plot", metavar="FILE.png", help="bars of memory and traffic, and a timeline of one layer")
+    add("--trace", metavar="FILE.json", help="the replayed step as a trace for Perfetto or chrome://tracing")
+    examine = commands.add_parser("doctor", help="what the machines at hand move, and which techniques pay on them")
+    doctor.add_arguments(examine)
+    examine.set_defaults(sequence_length=None, examples_per_device=None)
     return parser
 
 
@@ -122,7 +159,8 @@ def _configs(options: argparse.Namespace) -> list[ZeroConfig]:
     return list(dict.fromkeys([*comparison_configs(asked), asked]))
 
 
-def _subject(options: argparse.Namespace) -> Subject:
+def _maker(options: argparse.Namespace) -> Callable[..., Workload]:
+    """What makes the workload; it takes `checkpointing` where the user's function does."""
     module_name, _, function_name = options.model.partition(":")
     if module_name == "gpt":
         if function_name not in GPT_SHAPES:
@@ -132,7 +170,7 @@ def _subject(options: argparse.Namespace) -> Subject:
             shape = dataclasses.replace(shape, length=options.sequence_length)
         if options.examples_per_device is None:
             options.examples_per_device = 1
-        return gpt(shape, name=options.model)
+        return lambda *, checkpointing=True: gpt(shape, checkpointing=checkpointing, name=options.model)
     if options.sequence_length is not None:
         raise ValueError("--sequence-length is for the built-in models; your function gives the shapes of its batch")
     if not function_name:
@@ -145,41 +183,54 @@ def _subject(options: argparse.Namespace) -> Subject:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"module {module_name!r} has no function {function_name!r}")
-    try:
-        found = function()
-    except Exception as error:  # whatever the user's function does
-        raise ValueError(f"{options.model} failed: {type(error).__name__}: {error}") from error
-    return _as_subject(found, options.model)
+
+    @functools.wraps(function)
+    def make(**arguments: Any) -> Workload:
+        try:
+            found = function(**arguments)
+        except Exception as error:  # whatever the user's function does
+            raise ValueError(f"{options.model} failed: {type(error).__name__}: {error}") from error
+        return _as_workload(found, options.model)
+
+    return make
 
 
-def _as_subject(found: Any, name: str) -> Subject:
-    """What a user's function returned: a Subject, its fields, or loss, shapes and optimizer."""
-    if isinstance(found, Subject):
+def _as_workload(found: Any, name: str) -> Workload:
+    """What a user's function returned: a Workload, or loss, shapes and optimizer."""
+    if isinstance(found, Workload):
         return dataclasses.replace(found, name=name) if found.name == "model" else found
-    if isinstance(found, dict):
-        return Subject(**{"name": name, **found})
     if isinstance(found, tuple) and len(found) == 4:
-        return Subject(*found, name=name)
-    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[1], tuple) and len(found[1]) == 2:
-        return Subject(found[0], *found[1], found[2], name=name)
+        return Workload(*found, name=name)
     raise ValueError(
-        f"{name} must return (loss_fn, params_shapes, batch_shapes, tx), but returned a {type(found).__name__}"
+        f"{name} must return (loss_fn, params_shapes, batch_shapes, tx) or a Workload, but returned a "
+        f"{type(found).__name__}"
     )
 
 
-def _show(plan: Plan, options: argparse.Namespace) -> None:
+def _show(plan: Plan, options: argparse.Namespace, fastest: Sequence[Candidate]) -> None:
+    best = [str(candidate) for candidate in fastest[:_MOST_CANDIDATES]]
     if options.json:
-        print(plan.to_json())
+        found = {**plan.to_dict(), **({"fastest": best} if options.fastest else {})}
+        print(json.dumps(found, indent=2, allow_nan=False))
     else:
         from rich.console import Console
 
         from zerojax.planner.report import print_plan
 
         print_plan(plan, Console())
+        for number, text in enumerate(best, 1):
+            print(f"{'The fastest' if number == 1 else f'{number}.'}: {text}")
+    shown = plan.shown
+    replay = shown.recorded() if shown is not None and (options.plot or options.trace) else None
+    names = shown.names if shown is not None else {}
     if options.plot:
-        from zerojax.planner.report import draw_plan
+        from zerojax.planner.picture import draw_plan
 
-        draw_plan(plan, options.plot)
+        draw_plan(plan, options.plot, replay, names)
+    if options.trace:
+        if replay is None:
+            raise ValueError(f"--trace {options.trace}: no program was compiled: {plan.lacking or 'see the plan'}")
+        write_trace(replay, options.trace, names=names, title=f"{plan.model} on {plan.num_nodes} nodes")
 
 
 @contextlib.contextmanager

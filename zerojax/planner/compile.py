@@ -21,34 +21,36 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.hlo.program import CompiledProgram, read_program
 from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import zero
-from zerojax.planner.models import Subject
 from zerojax.planner.records import Largest
+from zerojax.planner.workload import Workload
+from zerojax.training.compiler_options import compiler_options
 from zerojax.training.state import TrainState
 from zerojax.training.step import make_train_step
 
-# Fewer passes over machine code that nobody will run, and no search for the fastest kernels on a GPU that is not there:
+# Fewer passes over machine code that nobody will run, and no search for the fastest kernels, which needs a GPU:
 # half of the compile time. Collectives, schedule and memory are the same.
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0", "xla_backend_optimization_level": "0"}
+_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
-def lower_step(subject: Subject, layout: Layout, *, microbatches: int) -> jax.stages.Lowered:
-    """Traces one training step of a subject under a layout, ready to be compiled.
+def lower_step(workload: Workload, layout: Layout, *, microbatches: int) -> jax.stages.Lowered:
+    """Traces one training step of a workload under a layout, ready to be compiled.
 
     Args:
-        subject: loss, optimizer and global shapes.
-        layout: the layout, on a mesh of absent GPUs.
+        workload: loss, optimizer and global shapes.
+        layout: the layout, on a mesh of target GPUs.
         microbatches: as for `zerojax.make_train_step`.
 
     Raises:
         ValueError: a batch or loss that the step cannot take.
     """
     over, nowhere = PartitionSpec(layout.config.axes), PartitionSpec()
-    batch = jax.tree.map(lambda x: _on(layout, x, over if x.shape else nowhere), subject.batch)
-    rest = jax.tree.map(lambda x: _on(layout, x, nowhere), subject.rest)
-    tx = zero(subject.tx, layout)
+    batch = jax.tree.map(lambda x: _on(layout, x, over if x.shape else nowhere), workload.batch)
+    rest = jax.tree.map(lambda x: _on(layout, x, nowhere), workload.rest)
+    tx = zero(workload.tx, layout)
     state = TrainState.create(layout.param_shapes(), tx, layout)
     step = make_train_step(
-        subject.loss_fn, tx, layout, microbatches=microbatches, has_aux=subject.has_aux, weighted=subject.weighted
+        workload.loss_fn, tx, layout, microbatches=microbatches, has_aux=workload.has_aux, weighted=workload.weighted
     )
     return step.lower(state, batch, *rest)
 
@@ -75,6 +77,11 @@ def compile_step(lowered: jax.stages.Lowered, layout: Layout, *, num_nodes: int)
     inner = {name: size for name, size in layout.mesh.shape.items() if name not in axes}
     sizes = {"node": num_nodes, "local": layout.num_shards // num_nodes, **inner}
     return read_program(compiled, sizes, node_axes=("node",)), ""
+
+
+def overlap_limit(layout: Layout) -> int:
+    """Collectives that may be under way at once in a step as the runtime compiles it; one by XLA's default."""
+    return int(compiler_options(layout).get(_LIMIT, 1))
 
 
 def _on(layout: Layout, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

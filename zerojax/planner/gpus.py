@@ -1,9 +1,9 @@
 """Target GPUs for ahead-of-time compilation: their published facts, and meshes of them.
 
-A `GpuTarget` holds sizes and rates of the chip as in the vendor's datasheet: what a compiler must be told, and what a
-time model divides by; a user's own come from a TOML file. XLA's CUDA plugin compiles for a GPU it is only told about,
-so a program for a cluster can be built, read and measured on a laptop: `absent_mesh` makes a `jax.sharding.Mesh` whose
-devices exist for the compiler alone.
+A `GpuTarget` holds sizes and rates of the chip: what a compiler must be told, and what a time model divides by; the
+table of them is `pallas_kernels.gpus`, and a user's own come from a TOML file. XLA's CUDA plugin compiles for a GPU it
+is only told about, so a program for a cluster can be built, read and measured on a laptop: `absent_mesh` makes a
+`jax.sharding.Mesh` whose devices exist for the compiler alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import importlib.util
 import math
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,120 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-_COMPILER_TEXT = """gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {shared_memory_per_core}
-  threads_per_core_limit: 2048
-  core_count: {core_count}
-  fpus_per_core: {fpus_per_core}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {memory_bandwidth}
-  l2_cache_size: {l2_cache_bytes}
-  clock_rate_ghz: {clock_rate_ghz}
-  device_memory_size: {memory_bytes}
-  shared_memory_per_block_optin: {shared_memory_per_block}
-  cuda_compute_capability {{ major: {compute_capability} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{name}"
-"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GpuTarget:
-    """What a compiler and a time model must know of one GPU.
-
-    Attributes:
-      name: as the vendor writes it.
-      memory_bytes: device memory the driver reports, in bytes.
-      memory_bandwidth: bytes per second between the device memory and the chip.
-      peak_bf16_flops: dense bfloat16 multiply-adds, in FLOP/s, two per multiply-add (datasheet).
-      link_bandwidth: bytes per second of one GPU to its neighbours in the node, in one direction (datasheet).
-      core_count: streaming multiprocessors.
-      fpus_per_core: float32 units of one of them.
-      clock_rate_ghz: highest clock.
-      l2_cache_bytes: second-level cache.
-      shared_memory_per_core: bytes per multiprocessor.
-      shared_memory_per_block: the most one block may ask for, in bytes.
-      compute_capability: CUDA's major number.
-    """
-
-    name: str
-    memory_bytes: int
-    memory_bandwidth: int
-    peak_bf16_flops: float
-    link_bandwidth: float
-    core_count: int
-    fpus_per_core: int
-    clock_rate_ghz: float
-    l2_cache_bytes: int
-    shared_memory_per_core: int
-    shared_memory_per_block: int
-    compute_capability: int
-
-    @property
-    def target_config(self) -> str:
-        """The target as XLA's GPU target configuration, a text protocol buffer."""
-        return _COMPILER_TEXT.format(**dataclasses.asdict(self))
-
-
-_H100 = GpuTarget(
-    name="NVIDIA H100 80GB HBM3",
-    memory_bytes=84_942_979_072,
-    memory_bandwidth=3_352_320_000_000,
-    peak_bf16_flops=989e12,
-    link_bandwidth=450e9,
-    core_count=132,
-    fpus_per_core=128,
-    clock_rate_ghz=1.98,
-    l2_cache_bytes=52_428_800,
-    shared_memory_per_core=233_472,
-    shared_memory_per_block=232_448,
-    compute_capability=9,
-)
-
-TARGETS: Mapping[str, GpuTarget] = {
-    "a100": GpuTarget(
-        name="NVIDIA A100-SXM4-80GB",
-        memory_bytes=85_100_068_864,
-        memory_bandwidth=2_039_040_000_000,
-        peak_bf16_flops=312e12,
-        link_bandwidth=300e9,
-        core_count=108,
-        fpus_per_core=64,
-        clock_rate_ghz=1.41,
-        l2_cache_bytes=41_943_040,
-        shared_memory_per_core=167_936,
-        shared_memory_per_block=166_912,
-        compute_capability=8,
-    ),
-    "h100": _H100,
-    "h200": dataclasses.replace(
-        _H100, name="NVIDIA H200", memory_bytes=151_397_597_184, memory_bandwidth=4_800_000_000_000
-    ),
-    "b200": GpuTarget(
-        name="NVIDIA B200",
-        memory_bytes=191_514_411_008,
-        memory_bandwidth=7_672_320_000_000,
-        peak_bf16_flops=2250e12,
-        link_bandwidth=900e9,
-        core_count=148,
-        fpus_per_core=128,
-        clock_rate_ghz=1.965,
-        l2_cache_bytes=132_644_864,
-        shared_memory_per_core=233_472,
-        shared_memory_per_block=232_448,
-        compute_capability=10,
-    ),
-}
+from pallas_kernels.gpus import TARGETS, GpuTarget
 
 
 def load_target(name_or_path: str | Path) -> GpuTarget:
@@ -177,7 +64,8 @@ def _target_from_facts(facts: dict[str, Any], path: Path) -> GpuTarget:
     known = dataclasses.asdict(TARGETS[str(base).lower()]) if base is not None else {}
     if unknown := sorted(facts.keys() - fields.keys()):
         raise ValueError(f"GPU file {path} has unknown fields {unknown}: the fields are {', '.join(fields)}, extends")
-    if missing := sorted(fields.keys() - facts.keys() - known.keys()):
+    optional = {field.name for field in dataclasses.fields(GpuTarget) if field.default is not dataclasses.MISSING}
+    if missing := sorted(fields.keys() - facts.keys() - known.keys() - optional):
         raise ValueError(f'GPU file {path} lacks {", ".join(missing)}: add them, or extends = "h100" for the rest')
     for name, value in facts.items():
         wanted = fields[name]
@@ -197,7 +85,7 @@ class PluginMissing(RuntimeError):
 
 
 def check_plugin() -> None:
-    """Says whether this installation can compile for absent GPUs.
+    """Says whether this installation can compile ahead of time for a target GPU.
 
     Raises:
       PluginMissing: no CUDA plugin beside jaxlib, or one of another version; one line, with the command that adds it.
@@ -215,7 +103,7 @@ def check_plugin() -> None:
         if found.get((cuda, "plugin")) == found.get((cuda, "pjrt")) == jaxlib:
             return
     if not found:
-        raise PluginMissing(f"compiling for absent GPUs needs XLA's CUDA plugin (no driver, no GPU): {command}")
+        raise PluginMissing(f"compiling for a target GPU needs XLA's CUDA plugin (no driver, no GPU): {command}")
     have = ", ".join(f"jax-cuda{cuda}-{part} {version}" for (cuda, part), version in found.items())
     raise PluginMissing(f"the CUDA plugin must be of jaxlib's version {jaxlib}, found {have}: {command}")
 

@@ -23,10 +23,10 @@ from zerojax.gradients.inputs import local_shapes
 from zerojax.hlo.program import MemoryFigures
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
-from zerojax.optimizer.zero import placements_of_state
-from zerojax.planner.models import is_offloaded, without_sharding
+from zerojax.optimizer.zero import placements_of_state, zero
 from zerojax.planner.records import Memory, Replicated
 from zerojax.planner.traffic import secondary_bytes
+from zerojax.planner.workload import is_offloaded, without_sharding
 from zerojax.training.state import TrainState
 
 
@@ -37,7 +37,7 @@ class StateBytes:
     Attributes:
         params: parameters in stored form.
         grads: gradients in the dtype of their parameter: whole while the backward pass runs at stages 0 and 1 (stage
-            1 returns shards, but all whole gradients exist before they are reduced), shards at stages 2 and 3.
+            1 returns shards, but all full gradients exist before they are reduced), shards at stages 2 and 3.
         master: wider copies of the parameters, in the optimizer state.
         moments: all else in the optimizer state: moments, histories, counters.
     """
@@ -49,7 +49,7 @@ class StateBytes:
 
     @property
     def optimizer(self) -> int:
-        """The whole optimizer state."""
+        """The full optimizer state."""
         return self.master + self.moments
 
     @property
@@ -78,7 +78,7 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
     """Predicts the bytes of the model states on each device.
 
     Args:
-        layout: the layout of the parameters; its mesh may be a `jax.sharding.AbstractMesh`, or of absent GPUs.
+        layout: the layout of the parameters; its mesh may be a `jax.sharding.AbstractMesh`, or of target GPUs.
         tx: the optimizer, `zerojax.zero(..., layout)` or the optax transformation that it wraps.
 
     Raises:
@@ -92,15 +92,7 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
     >>> f"{held.per_device.total / 1e9:.1f} GB instead of {held.data_parallel.total / 1e9:.0f} GB"
     '31.4 GB instead of 120 GB'
     """
-    state = placements_of_state(tx, layout)
-    trained = [p for p in layout.leaves if p.trainable]
-    # What is sharded from which stage on (arXiv 1910.02054, figure 1).
-    classes = {
-        "params": (layout.leaves, 3),
-        "grads": (trained, 2),
-        "master": (jax.tree.leaves(state.master), 1),
-        "moments": (jax.tree.leaves(state.inner), 1),
-    }
+    classes = _state_classes(layout, tx)
     held = {name: sum(_bytes(p, layout, layout.stage >= first) for p in ps) for name, (ps, first) in classes.items()}
     whole = {name: sum(_bytes(p, layout, False) for p in ps) for name, (ps, _) in classes.items()}
     padding = {
@@ -108,6 +100,17 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
         for name, (ps, first) in classes.items()
     }
     return ModelStateBytes(StateBytes(**held), StateBytes(**padding), StateBytes(**whole))
+
+
+def _state_classes(layout: Layout, tx: optax.GradientTransformation) -> dict[str, tuple[list[Placement], int]]:
+    """Placements of each class of model state, and the stage from which on it is sharded (arXiv 1910.02054, fig. 1)."""
+    state = placements_of_state(tx, layout)
+    return {
+        "params": (list(layout.leaves), 3),
+        "grads": ([p for p in layout.leaves if p.trainable], 2),
+        "master": (jax.tree.leaves(state.master), 1),
+        "moments": (jax.tree.leaves(state.inner), 1),
+    }
 
 
 def _bytes(p: Placement, layout: Layout, sharded: bool) -> int:
@@ -167,7 +170,7 @@ def plan_memory(
         why = "activations, temporaries and gathered weights are not in the total: they are the compiler's"
         classes = {**arguments, **inside}
         return Memory(classes, sum(classes.values()), capacity, None, predicted, 0, why, host)
-    # Devices that are not there have one memory: the compiler counts arguments in host memory as the device's.
+    # Devices of a target topology have one memory: the compiler counts arguments in host memory as the device's.
     difference = compiled.argument - host - predicted
     activations = compiled.temp - sum(inside.values())
     output = compiled.output - compiled.alias
@@ -186,7 +189,7 @@ def plan_memory(
 
 def _counter_bytes(layout: Layout) -> int:
     """Bytes of what a train state carries besides parameters, optimizer state and feedback: counters and flags."""
-    state = TrainState.create(layout.param_shapes(), optax.identity())
+    state = TrainState.create(layout.param_shapes(), zero(optax.identity(), layout))
     return sum(map(_shape_bytes, jax.tree.leaves(state._replace(params=None, opt_state=optax.EmptyState()))))  # type: ignore[arg-type]
 
 
@@ -234,7 +237,7 @@ def _explain(
 
 
 def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple[Replicated, ...]:
-    """What every device holds whole along the data axes, the largest first, and why.
+    """What is replicated along the data axes, the largest first, and why.
 
     Args:
         layout: the layout.
@@ -242,16 +245,8 @@ def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple
     """
     if layout.num_shards == 1:
         return ()
-    state = placements_of_state(tx, layout)
-    trained = [p for p in layout.leaves if p.trainable]
-    classes: list[tuple[str, list[Placement], int]] = [
-        ("params", layout.leaves, 3),
-        ("grads", trained, 2),
-        ("master", jax.tree.leaves(state.master), 1),
-        ("moments", jax.tree.leaves(state.inner), 1),
-    ]
     found = []
-    for what, placements, first in classes:
+    for what, (placements, first) in _state_classes(layout, tx).items():
         for p in placements:
             if layout.stage < first:
                 reason = f"stage {layout.stage} keeps {what} whole, stage {first} splits them"

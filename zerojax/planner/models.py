@@ -2,71 +2,23 @@
 
 A decoder-only transformer in plain JAX: layers stacked and scanned, each recomputed in the backward pass, bfloat16
 compute, tied embeddings, mean cross-entropy. Layer count and width give 12 · layers · width² parameters and the
-embeddings. Only shapes are made here. `Subject` is what the planner takes, of these models or of the user's own.
+embeddings. Only shapes are made here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.planner.workload import Workload
+
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What is planned for: a loss, an optimizer, and shapes.
-
-    Attributes:
-        loss_fn: as for `zerojax.value_and_grad`.
-        params: pytree of `jax.ShapeDtypeStruct`: logical shapes of the parameters.
-        batch: pytree of `jax.ShapeDtypeStruct`: the batch of one step, all devices and microbatches together. A
-            sharding with `memory_kind="pinned_host"` says that a leaf waits in host memory; no more of it is read.
-        tx: an optax transformation, not wrapped by `zerojax.zero`.
-        rest: shapes of the further arguments of the loss; in host memory as in `batch`.
-        has_aux: as for `zerojax.value_and_grad`.
-        weighted: as for `zerojax.value_and_grad`.
-        specs: as for `zerojax.partition`.
-        trainable: as for `zerojax.partition`.
-        name: for people.
-    """
-
-    loss_fn: Callable[..., Any]
-    params: Tree
-    batch: Tree
-    tx: optax.GradientTransformation
-    rest: tuple[Any, ...] = ()
-    has_aux: bool = False
-    weighted: bool = False
-    specs: Tree | None = None
-    trainable: Any = None
-    name: str = "model"
-
-    def with_examples(self, examples: int, name: str | None = None) -> Subject:
-        """The same with a batch of so many examples in all (the leading dim of every leaf that has one)."""
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (examples, *x.shape[1:]) if x.shape else (), x.dtype, sharding=x.sharding if is_offloaded(x) else None
-            ),
-            self.batch,
-        )
-        return dataclasses.replace(self, batch=batch, name=name or self.name)
-
-
-def is_offloaded(x: jax.ShapeDtypeStruct) -> bool:
-    """Whether the sharding of an argument's shape says that it waits in pinned host memory."""
-    return getattr(x.sharding, "memory_kind", None) == "pinned_host"
-
-
-def without_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape alone."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +40,18 @@ GPT_SHAPES: Mapping[str, GptShape] = {
 }
 
 
-def gpt(shape: GptShape, *, dtype: Any = jnp.bfloat16, name: str = "gpt") -> Subject:
+def gpt(shape: GptShape, *, dtype: Any = jnp.bfloat16, checkpointing: bool = True, name: str = "gpt") -> Workload:
     """A GPT with AdamW, a batch of one example to be scaled by the planner.
 
     Args:
         shape: its size.
         dtype: of the stored parameters; compute is in bfloat16 whatever this is. With bfloat16 the optimizer state
             holds float32 masters, 16 bytes a parameter in all (arXiv 1910.02054, section 3.1).
+        checkpointing: whether each layer is recomputed in the backward pass.
         name: for people.
 
-    >>> subject = gpt(GptShape(layers=2, width=64, heads=2, vocabulary=256, length=16))
-    >>> subject.params["layers"]["up"].shape
+    >>> workload = gpt(GptShape(layers=2, width=64, heads=2, vocabulary=256, length=16))
+    >>> workload.params["layers"]["up"].shape
     (2, 64, 256)
     """
     width, layers = shape.width, shape.layers
@@ -115,11 +68,11 @@ def gpt(shape: GptShape, *, dtype: Any = jnp.bfloat16, name: str = "gpt") -> Sub
     }  # fmt: skip
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), extents, is_leaf=lambda x: isinstance(x, tuple))
     tokens = jax.ShapeDtypeStruct((1, shape.length), jnp.int32)
-    loss_fn = functools.partial(_gpt_loss, heads=shape.heads)
-    return Subject(loss_fn, params, {"inputs": tokens, "targets": tokens}, optax.adamw(3e-4), name=name)
+    loss_fn = functools.partial(_gpt_loss, heads=shape.heads, checkpointing=checkpointing)
+    return Workload(loss_fn, params, {"inputs": tokens, "targets": tokens}, optax.adamw(3e-4), name=name)
 
 
-def _gpt_loss(params: Tree, batch: dict[str, jax.Array], *, heads: int) -> jax.Array:
+def _gpt_loss(params: Tree, batch: dict[str, jax.Array], *, heads: int, checkpointing: bool) -> jax.Array:
     """Mean cross-entropy of the next token."""
     narrow = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
 
@@ -138,6 +91,6 @@ def _gpt_loss(params: Tree, batch: dict[str, jax.Array], *, heads: int) -> jax.A
         return h + hidden @ narrow(p["down"]) + narrow(p["down_bias"]), None
 
     h = narrow(params["embed"])[batch["inputs"]] + narrow(params["positions"])
-    h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), h, params["layers"])
+    h, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if checkpointing else layer, h, params["layers"])
     logits = (norm(h, params["norm"]) @ narrow(params["embed"]).T).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))

@@ -12,14 +12,16 @@ import math
 from typing import Any
 
 from zerojax.config import ZeroConfig
+from zerojax.hlo.collective import Traffic
 from zerojax.hlo.program import MemoryFigures
 from zerojax.planner.gpus import GpuTarget
+from zerojax.planner.speed import Replays, Speed
 from zerojax.planner.time import Links, StepTime
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """Something that every device holds whole.
+    """Something that is replicated on every device.
 
     Attributes:
         what: "params", "grads", "master" or "moments".
@@ -67,33 +69,6 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
-    """Collectives of one sort, together, per step.
-
-    Attributes:
-        phase: "forward", "backward" (with recomputation) or "update" (optimizer and metrics).
-        kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", ..
-        axes: mesh axes, outermost first.
-        dtypes: element types on the wire.
-        in_loop: whether inside a loop.
-        mode: "overlapped" (computing goes on), "asynchronous", "blocking"; "" where nothing was compiled.
-        executions: how often collectives of the sort run.
-        received_bytes: bytes into each device.
-        node_bytes: bytes into each node; as many leave it.
-    """
-
-    phase: str
-    kind: str
-    axes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    in_loop: bool
-    mode: str
-    executions: int
-    received_bytes: int
-    node_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Largest:
     """The largest microbatch that fits: examples per device, and how it was found."""
 
@@ -110,17 +85,19 @@ class ConfigPlan:
         config: the configuration.
         notice: what has no effect on this mesh, or "".
         memory: of one device.
-        replicated: what is held whole everywhere, largest first.
+        replicated: what is replicated, largest first.
         streams: traffic of the compiled program, or the predicted traffic.
         predicted_received: bytes into a device by the placements.
         predicted_node: bytes into a node by the placements.
         received_bytes: bytes into a device, of `streams`.
         node_bytes: bytes into a node, of `streams`.
         explanation: how far prediction and program differ, and why.
-        time: by the model of `zerojax.planner.time`.
+        time: of the replayed program, or by the model of `zerojax.planner.time`.
         largest: the largest microbatch that fits, or None when it was not asked for or nothing is compiled.
         compile_seconds: wall time of tracing and compiling; 0 where nothing was compiled.
         error: why it could not be compiled, or "".
+        speed: what the replay says; None where nothing was compiled.
+        replays: of the compiled program, at any bandwidth (not part of the JSON form).
     """
 
     name: str
@@ -128,7 +105,7 @@ class ConfigPlan:
     notice: str
     memory: Memory
     replicated: tuple[Replicated, ...]
-    streams: tuple[Stream, ...]
+    streams: tuple[Traffic, ...]
     predicted_received: int
     predicted_node: int
     received_bytes: int
@@ -138,6 +115,8 @@ class ConfigPlan:
     largest: Largest | None
     compile_seconds: float
     error: str = ""
+    speed: Speed | None = None
+    replays: Replays | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def is_compiled(self) -> bool:
@@ -152,14 +131,16 @@ class Technique:
     Attributes:
         name: "quantize_weights", "secondary" or "quantize_gradients".
         saved_node_bytes: bytes fewer into each node per step.
-        break_even: bandwidth into a node, bytes per second, below which a step takes less time when no communication is
-            hidden behind compute; infinity: always, 0: never.
-        break_even_hidden: the same when all communication is hidden that compute can cover.
-        saved_seconds: per step at the bandwidth planned for, with nothing hidden; negative: it costs.
+        break_even: bandwidth into a node, bytes per second, below which a step takes less time: of both programs
+            replayed, or else by the placements when no communication is hidden behind compute; infinity: always, 0:
+            never.
+        break_even_hidden: the same when all communication is hidden that compute can cover; of replays the same.
+        saved_seconds: per step at the bandwidth planned for, replayed or with nothing hidden; negative: it costs.
         saved_seconds_hidden: the same with all hidden that compute can cover.
-        decision: "yes": pays whatever the schedule hides; "if exposed": pays only for communication that the schedule
-            leaves exposed; "no".
+        decision: "yes": pays (whatever the schedule hides, where nothing is replayed); "if exposed": pays only for
+            communication that the schedule leaves exposed; "no".
         advice: one sentence.
+        replayed: whether both programs were compiled and replayed.
     """
 
     name: str
@@ -170,6 +151,7 @@ class Technique:
     saved_seconds_hidden: float
     decision: str
     advice: str
+    replayed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +199,14 @@ class Plan:
         """Whether any configuration fits."""
         return any(one.memory.fits for one in self.configs)
 
+    @property
+    def shown(self) -> Replays | None:
+        """The replays of the configuration to look at: the recommended one, else the first that was compiled."""
+        order = list(self.configs)
+        if self.recommended is not None:
+            order.insert(0, self.configs[self.recommended])
+        return next((one.replays for one in order if one.replays is not None), None)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as dicts, lists, strings and numbers; infinite break-even bandwidths become None."""
         out = _plain(self)
@@ -243,7 +233,8 @@ class Plan:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: _plain(found) for name in names if not isinstance(found := getattr(value, name), Replays)}
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

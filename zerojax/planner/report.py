@@ -1,23 +1,21 @@
-"""A plan for people: tables of memory, traffic, time and advice on the terminal, and a picture.
+"""A plan for people: tables of memory, traffic, time and advice on the terminal.
 
 GB are 10^9 bytes of one device unless a heading says node; M is the bytes of the parameters in the dtype of the
-computation. The tables need rich, the picture (stacked bars of memory by class and of traffic by mesh axis, for each
-configuration) matplotlib; the JSON form of a plan needs neither.
+computation. The tables need rich; the JSON form of a plan does not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
-from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from zerojax.planner.records import ConfigPlan, Plan
+from zerojax.planner.speed import LARGEST_ERROR, Speed
 
 _MEANING = {
     "params": "parameters", "master": "master weights", "moments": "optimizer moments",
@@ -68,6 +66,9 @@ def _comparison(plan: Plan) -> Iterator[Table]:
             "" if one.largest is None else str(one.largest.examples),
         )  # fmt: skip
     yield table
+    if any(one.speed for one in plan.configs):
+        yield _speeds(plan)
+        return
     table = _table("Per step: GB into a device and into a node; seconds by the model")
     for name in ("", "device", "node", "node/M", "net s", "link s", "quant", "hidden", "step"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -79,6 +80,23 @@ def _comparison(plan: Plan) -> Iterator[Table]:
             *(f"{value:.3g}" for value in (t.between_nodes, t.inside_node, t.passes, t.hidden, t.step)),
         )  # fmt: skip
     yield table
+
+
+def _speeds(plan: Plan) -> Table:
+    """The replayed steps side by side."""
+    table = _table("Per step, replayed: bytes into a node by M, seconds busy, share exposed")
+    for name in ("", "node/M", "comp.", "net", "link", "exp.", "step s", "tok/s", "MFU"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for index, one in enumerate(plan.configs):
+        t, speed = one.time, one.speed
+        rate = None if speed is None else speed.tokens_per_second or speed.examples_per_second
+        table.add_row(
+            _label(plan, index), f"{one.node_bytes / max(plan.model_bytes, 1):.3f}",
+            *(f"{value:.3g}" for value in (t.compute, t.between_nodes, t.inside_node)),
+            "" if speed is None else f"{speed.exposed_share:.0%}", f"{t.step:.3g}",
+            "" if rate is None else f"{rate:.4g}", "" if speed is None else f"{speed.utilisation:.0%}",
+        )  # fmt: skip
+    return table
 
 
 def _label(plan: Plan, index: int) -> str:
@@ -97,7 +115,7 @@ def _details(plan: Plan, one: ConfigPlan) -> Iterator[RenderableType]:
     if one.replicated:
         yield _replicated(one)
     yield _traffic(plan, one)
-    yield _time(plan, one)
+    yield _time(plan, one) if one.speed is None else _replayed(plan, one, one.speed)
 
 
 def _memory(one: ConfigPlan) -> Group:
@@ -125,7 +143,7 @@ def _memory(one: ConfigPlan) -> Group:
 
 def _replicated(one: ConfigPlan) -> Table:
     total = sum(r.bytes for r in one.replicated)
-    table = _table(f"Held whole by every device: {_gb(total)} GB in {len(one.replicated)} leaves")
+    table = _table(f"Replicated on every device: {_gb(total)} GB in {len(one.replicated)} leaves")
     for name in ("class", "leaf", "MB", "why"):
         table.add_column(name, justify="right" if name == "MB" else "left")
     for leaf in one.replicated[:_MOST_LEAVES]:
@@ -182,6 +200,57 @@ def _time(plan: Plan, one: ConfigPlan) -> Group:
     return Group(table, Text(note, style="dim"))
 
 
+def _replayed(plan: Plan, one: ConfigPlan, speed: Speed) -> Group:
+    """The step as replayed: its parts, what it achieves, and what compute waits for."""
+    t, table = one.time, _table("Time per step, replayed from the compiled schedule")
+    table.add_column("part")
+    table.add_column("s", justify="right")
+    for name, value in (
+        ("kernels", t.compute), ("between nodes", t.between_nodes), ("inside nodes", t.inside_node),
+        ("hidden", 0.0 - t.hidden),
+    ):  # fmt: skip
+        table.add_row(name, f"{value:.4g}")
+    table.add_section()
+    table.add_row("step", f"{t.step:.4g}")
+    table.add_row("if all were hidden", f"{speed.ideal:.4g}")
+    unit, rate = "examples", speed.examples_per_second
+    if speed.tokens_per_second is not None:
+        unit, rate = "tokens", speed.tokens_per_second
+    lines = [
+        f"{rate:,.4g} {unit} per second and GPU, {speed.utilisation:.1%} of the peak FLOP/s for the model "
+        f"(recomputation not counted); {speed.exposed_share:.0%} of the communication exposed",
+        _bandwidth_line(plan, speed),
+        f"of 24 published runs, half were met within {speed.uncertainty:.0%} and all within {LARGEST_ERROR:.0%} "
+        "(zerojax.planner.replay)",
+    ]
+    parts: list[RenderableType] = [table, Text("\n".join(lines), style="dim")]
+    if speed.exposures:
+        worst = _table("What compute waits for longest")
+        for name in ("collective", "moves", "phase", "runs", "s", "exposed"):
+            number = name in ("runs", "s", "exposed")
+            worst.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        for found in speed.exposures:
+            worst.add_row(
+                f"{found.kind}\nover {'+'.join(found.axes)}", found.what, found.phase, str(found.executions),
+                f"{found.seconds:.3g}", f"{found.exposed:.3g}",
+            )  # fmt: skip
+        parts.append(worst)
+    return Group(*parts)
+
+
+def _bandwidth_line(plan: Plan, speed: Speed) -> str:
+    if not speed.needed_bandwidth:
+        return "no network between nodes is waited for"
+    if math.isinf(speed.needed_bandwidth):
+        return "a faster network between nodes always helps"
+    here, needed = plan.links.node_bandwidth, speed.needed_bandwidth
+    enough = "enough" if here >= needed else "less than that"
+    return (
+        f"from {needed / 1e9:.3g} GB/s into a node on, a faster network saves under 5 % "
+        f"(here {here / 1e9:.3g}: {enough})"
+    )
+
+
 def _advice(plan: Plan) -> Text:
     lines = ["", *(t.advice for t in plan.techniques), "", plan.recommendation]
     return Text("\n".join([*lines, *([plan.lacking] if plan.lacking else [])]))
@@ -199,45 +268,3 @@ def _gb(size: float | None) -> str:
     if value < 5e-7:
         return "0"
     return f"{value:.1f}" if value >= 100 else f"{value:.{2 - math.floor(math.log10(value))}f}"
-
-
-def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Writes the picture; the suffix of `path` chooses the format.
-
-    Args:
-        plan: what to draw.
-        path: file to write.
-    """
-    names = [one.name.replace(" + ", "\n+ ") for one in plan.configs]
-    figure = Figure(figsize=(max(7.0, 1.4 * len(names) + 3), 8.5), layout="constrained")
-    upper, lower = figure.subplots(2, 1)
-    classes = list(dict.fromkeys(name for one in plan.configs for name in one.memory.classes))
-    bars = {name: [one.memory.classes.get(name, 0) / 1e9 for one in plan.configs] for name in classes}
-    _stack(upper, names, bars)
-    upper.margins(y=0.05)
-    upper.axhline(plan.configs[0].memory.capacity / 1e9, color="black", linestyle="--", label="usable")
-    upper.set_ylabel("GB per device")
-    upper.set_title(f"{plan.model} on {plan.num_nodes} x {plan.devices_per_node} {plan.target.name}")
-    upper.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    axes = list(dict.fromkeys("+".join(s.axes) for one in plan.configs for s in one.streams))
-    bars = {
-        f"over {axis}": [
-            sum(s.received_bytes for s in one.streams if "+".join(s.axes) == axis) / 1e9 for one in plan.configs
-        ]
-        for axis in axes
-    }
-    _stack(lower, names, bars)
-    entering = [one.node_bytes / 1e9 for one in plan.configs]
-    lower.plot(range(len(names)), entering, "kD", label="into each node")
-    lower.set_ylabel("GB into a device per step")
-    lower.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120)
-
-
-def _stack(axes: object, names: Sequence[str], bars: dict[str, list[float]]) -> None:
-    bottom = [0.0] * len(names)
-    for label, heights in bars.items():
-        if any(heights):
-            axes.bar(range(len(names)), heights, bottom=bottom, label=label)  # type: ignore[attr-defined]
-            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axes.set_xticks(range(len(names)), names, fontsize="small")  # type: ignore[attr-defined]

@@ -1,12 +1,14 @@
-"""How long a step takes, by a simple model that is stated in full, and from which bandwidth on a technique pays.
+"""Rates of a machine, and how long a step takes where nothing is compiled.
+
+With a compiled program the step is replayed (`zerojax.planner.replay`). Without one, from placements alone:
 
     compute     FLOP / (peak FLOP/s x efficiency)
     collective  the larger of  bytes into a node / bandwidth between nodes  and  bytes into a device / link in the node
     passes      bytes read and written to quantise and dequantise / memory bandwidth
     step        compute + passes + blocking collectives + what of the asynchronous ones compute does not cover
 
-Latency, stragglers and contention are not in it. A technique that saves D bytes into each node and costs t seconds
-elsewhere pays below the bandwidth D / t; what compute hides anyway cannot be saved. Knows nothing of programs.
+Latency and kernels that are no products are not in it. A technique that saves D bytes into each node and costs t
+seconds elsewhere pays below the bandwidth D / t; what compute hides anyway cannot be saved.
 """
 
 from __future__ import annotations
@@ -14,14 +16,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from zerojax.hlo.collective import Traffic
+from zerojax.hlo.steps import Product
 from zerojax.planner.gpus import GpuTarget
 
-# Of the datasheet's dense bf16 peak: what large matrix products reach in well-tuned training runs.
+# Of the datasheet's dense bf16 peak, for rules that know of no size: what large matrix products reach.
 EFFICIENCY = 0.5
 # One 400 Gbit/s adapter per GPU, as in the vendors' reference systems.
 NIC_BYTES_PER_SECOND = 50e9
+# Rates of tensor cores for other element types, by the rate for bfloat16 (datasheets of A100, H100 and B200; float32
+# products run as TF32, the default of JAX on GPUs).
+_RATES = {"f32": 0.5, "f64": 0.0625, "s8": 2.0, "u8": 2.0, "f8": 2.0}
+# Tiles of the result that one multiprocessor works on at a time, and the depth from which on a product is split along
+# k to keep all of them busy: the sizes of the libraries' kernels.
+_TILE = (128, 256)
+_SPLIT_DEPTH = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,37 +40,51 @@ class Links:
     """Rates of the machine that the model divides by.
 
     Attributes:
-        node_bandwidth: bytes per second into one node, from all others together.
-        link_bandwidth: bytes per second into one device from its neighbours in the node.
-        memory_bandwidth: bytes per second of the device memory.
-        flops: FLOP per second of one device, peak times efficiency.
+      node_bandwidth: bytes per second into one node, from all others together.
+      link_bandwidth: bytes per second into one device from its neighbours in the node.
+      memory_bandwidth: bytes per second of the device memory, as reached.
+      flops: FLOP per second of one device in bfloat16, peak times efficiency.
+      node_latency: seconds a collective between nodes takes beyond its bytes.
+      link_latency: the same of one inside a node.
+      launch_seconds: the least a kernel takes.
+      core_count: multiprocessors that the tiles of a product are spread over; 0: products of all sizes are as fast.
     """
 
     node_bandwidth: float
     link_bandwidth: float
     memory_bandwidth: float
     flops: float
+    node_latency: float = 30e-6
+    link_latency: float = 15e-6
+    launch_seconds: float = 0.0
+    core_count: int = 0
 
+    def product_seconds(self, product: Product) -> float:
+        """Seconds of a matrix product whose operands are at hand.
 
-@dataclasses.dataclass(frozen=True)
-class Flow:
-    """Bytes per step into a device and into a node, by collectives over the same axes and of one mode."""
-
-    received_bytes: int
-    node_bytes: int
-    asynchronous: bool = False
+        The result is cut into tiles, one at a time for each multiprocessor: the last round of tiles is as long as the
+        others however few they are.
+        """
+        rate = self.flops * next((r for name, r in _RATES.items() if product.dtype.startswith(name)), 1.0)
+        if not self.core_count or not product.flops:
+            return product.flops / rate
+        tiles = product.batch * math.ceil(product.m / _TILE[0]) * math.ceil(product.n / _TILE[1])
+        parts = min(max(1, product.k // _SPLIT_DEPTH), math.ceil(self.core_count / tiles))
+        rounds = math.ceil(tiles * parts / self.core_count)
+        full = product.batch * product.m * product.n * parts / (_TILE[0] * _TILE[1])
+        return product.flops / rate * max(1.0, rounds * self.core_count / full)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, by the model.
+    """Seconds of one step: of a replayed program, or by the model of the module's docstring.
 
     Attributes:
-        compute: matrix products.
-        between_nodes: collectives that are bound by the network between nodes.
-        inside_node: collectives that are bound by the links in a node.
-        passes: quantising and dequantising.
-        hidden: what of the asynchronous collectives fits behind compute.
+        compute: kernels, those that quantise too; without a program matrix products alone.
+        between_nodes: collectives between nodes; without a program those that are bound by the network between them.
+        inside_node: collectives inside nodes.
+        passes: quantising and dequantising, where no program was compiled.
+        hidden: what of the collectives is behind compute, or beside each other.
         step: the step as scheduled.
     """
 
@@ -82,13 +107,39 @@ class StepTime:
 
 
 def machine_links(
-    target: GpuTarget, devices_per_node: int, bandwidth: float | str | None, efficiency: float = EFFICIENCY
+    target: GpuTarget, devices_per_node: int, bandwidth: float | str | None, efficiency: float | None = None
 ) -> Links:
-    """The rates for a target; `bandwidth` into a node, in bytes per second or as `parse_bandwidth` reads it."""
+    """The rates for a target.
+
+    Args:
+        target: the GPU.
+        devices_per_node: GPUs that share the network into a node.
+        bandwidth: into a node, in bytes per second or as `parse_bandwidth` reads it; None: one adapter per GPU.
+        efficiency: share of the peak that large products reach; None: the target's.
+    """
+    efficiency = target.product_efficiency if efficiency is None else efficiency
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency={efficiency}: a fraction of the peak is required, above 0 and at most 1")
     node = NIC_BYTES_PER_SECOND * devices_per_node if bandwidth is None else parse_bandwidth(bandwidth)
-    return Links(node, target.link_bandwidth, target.memory_bandwidth, target.peak_bf16_flops * efficiency)
+    return Links(
+        node, target.link_bandwidth, target.memory_bandwidth * target.memory_efficiency,
+        target.peak_bf16_flops * efficiency, target.node_latency, target.link_latency, target.launch_seconds,
+        target.core_count,
+    )  # fmt: skip
+
+
+def plain_links(
+    target: GpuTarget, devices_per_node: int, bandwidth: float | str | None, efficiency: float = EFFICIENCY
+) -> Links:
+    """The datasheet's rates, products of every size at one share of the peak, nothing for launching a kernel.
+
+    Simple rules by which the schedules of two programs compare; arguments as for `machine_links`.
+    """
+    links = machine_links(target, devices_per_node, bandwidth, efficiency)
+    return dataclasses.replace(
+        links, memory_bandwidth=float(target.memory_bandwidth), node_latency=30e-6, link_latency=15e-6,
+        launch_seconds=0.0, core_count=0,
+    )  # fmt: skip
 
 
 def parse_bandwidth(value: float | str) -> float:
@@ -111,25 +162,32 @@ def parse_bandwidth(value: float | str) -> float:
     return found
 
 
-def flow_seconds(flow: Flow, links: Links) -> float:
+def traffic_seconds(row: Traffic, links: Links) -> float:
     """Seconds of some collectives alone on the network."""
-    return max(flow.node_bytes / links.node_bandwidth, flow.received_bytes / links.link_bandwidth)
+    return max(row.node_bytes / links.node_bandwidth, row.received_bytes / links.link_bandwidth)
 
 
-def step_time(flops: float, flows: Iterable[Flow], pass_bytes: int, links: Links) -> StepTime:
+def step_time(flops: float, rows: Iterable[Traffic], links: Links) -> StepTime:
     """The model of the module's docstring.
 
+    Args:
+        flops: of one device.
+        rows: what is sent, and read and written to quantise it.
+        links: rates of the machine.
+
     >>> links = Links(node_bandwidth=4e11, link_bandwidth=4.5e11, memory_bandwidth=3.35e12, flops=5e14)
-    >>> step_time(1e15, [Flow(10**9, 4 * 10**11)], 0, links).step
+    >>> gathers = Traffic("forward", "all-gather", ("node",), ("bf16",), True, "", 40, 10**9, 4 * 10**11)
+    >>> step_time(1e15, [gathers], links).step
     3.0
     """
-    compute, passes = flops / links.flops, pass_bytes / links.memory_bandwidth
+    compute, passes = flops / links.flops, 0.0
     seconds = {True: 0.0, False: 0.0}
     between = inside = 0.0
-    for flow in flows:
-        spent = flow_seconds(flow, links)
-        seconds[flow.asynchronous] += spent
-        if flow.node_bytes / links.node_bandwidth >= spent > 0:
+    for row in rows:
+        spent = traffic_seconds(row, links)
+        passes += row.pass_bytes / links.memory_bandwidth
+        seconds[row.mode == "overlapped"] += spent
+        if row.node_bytes / links.node_bandwidth >= spent > 0:
             between += spent
         else:
             inside += spent
@@ -137,18 +195,19 @@ def step_time(flops: float, flows: Iterable[Flow], pass_bytes: int, links: Links
     return StepTime(compute, between, inside, passes, hidden, compute + passes + between + inside - hidden)
 
 
-def step_overlapped(flops: float, flows: Iterable[Flow], pass_bytes: int, links: Links) -> float:
+def step_overlapped(flops: float, rows: Sequence[Traffic], links: Links) -> float:
     """Seconds of a step whose schedule hides all communication that compute and passes can cover."""
-    busy = flops / links.flops + pass_bytes / links.memory_bandwidth
-    return max(busy, sum(flow_seconds(flow, links) for flow in flows))
+    busy = flops / links.flops + sum(row.pass_bytes for row in rows) / links.memory_bandwidth
+    return max(busy, sum(traffic_seconds(row, links) for row in rows))
 
 
-def break_even(gain: Callable[[Links], float], links: Links) -> float:
+def break_even(gain: Callable[[Links], float], links: Links, halvings: int = 60) -> float:
     """The bandwidth into a node, in bytes per second, below which something gains time.
 
     Args:
         gain: seconds gained at given rates; falls with the bandwidth.
         links: rates; the bandwidth between nodes is not read.
+        halvings: of the interval from a megabyte to ten petabytes per second, in its logarithm.
 
     Returns:
         Infinity when it always gains, 0 when it never does.
@@ -166,7 +225,7 @@ def break_even(gain: Callable[[Links], float], links: Links) -> float:
         return math.inf
     if at(low) <= 0:
         return 0.0
-    for _ in range(60):  # Halves the interval, in the logarithm.
+    for _ in range(halvings):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if at(middle) > 0 else (low, middle)
     return low

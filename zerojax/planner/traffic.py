@@ -17,43 +17,14 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.collectives.plain import gather_bytes
 from zerojax.collectives.select import has_secondary, layout_collectives
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.uses import LeafUse
-from zerojax.hlo.collective import node_share
+from zerojax.hlo.collective import Traffic, node_share
 from zerojax.hlo.program import CompiledProgram
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
-from zerojax.planner.records import Stream
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """One leaf (all its layers) moved over one mesh axis, or flat over several, in one phase of a step.
-
-    Attributes:
-        path: key path of the leaf.
-        phase: "forward", "backward" or "update" (all that follows the backward pass).
-        kind: of collective, as in compiled programs.
-        axes: mesh axes of more than one device that it spans, outermost first.
-        dtype: on the wire; "int8" and "int4" with their scales.
-        in_loop: whether it is repeated for each layer of a scan.
-        received_bytes: bytes into each device per step.
-        node_bytes: bytes into each node per step.
-        executions: how often such a collective runs.
-        pass_bytes: bytes of device memory read and written to quantise and dequantise.
-    """
-
-    path: str
-    phase: str
-    kind: str
-    axes: tuple[str, ...]
-    dtype: str
-    in_loop: bool
-    received_bytes: int
-    node_bytes: int
-    executions: int
-    pass_bytes: int = 0
 
 
 def predict_traffic(
@@ -62,8 +33,8 @@ def predict_traffic(
     *,
     microbatches: int = 1,
     num_nodes: int | None = None,
-) -> tuple[Move, ...]:
-    """Predicts what one step moves.
+) -> tuple[Traffic, ...]:
+    """Predicts what one step moves: a row for each leaf (all its layers), phase, collective and axis.
 
     Args:
         layout: the layout; its mesh may be a `jax.sharding.AbstractMesh`.
@@ -82,7 +53,7 @@ def predict_traffic(
     if uses is None:
         uses = [(LeafUse(p.dtype),) for p in layout.leaves]
     nodes = num_nodes or (layout.mesh.shape[layout.config.axes[0]] if len(layout.config.axes) == 2 else 1)
-    moves: list[Move] = []
+    moves: list[Traffic] = []
     for placement, of_leaf in zip(layout.leaves, uses, strict=True):
         moves += _LeafTraffic(layout, _own_part(placement, layout), microbatches, nodes).moves(of_leaf)
     return tuple(moves)
@@ -142,9 +113,9 @@ class _LeafTraffic:
         self.num_nodes = num_nodes
         self.collectives = layout_collectives(layout)
 
-    def moves(self, uses: Sequence[LeafUse]) -> list[Move]:
+    def moves(self, uses: Sequence[LeafUse]) -> list[Traffic]:
         p, stage = self.placement, self.layout.stage
-        found: list[Move] = []
+        found: list[Traffic] = []
         if not p.axes:  # one device
             return found
         for use in uses:
@@ -162,41 +133,40 @@ class _LeafTraffic:
             if stage == 1:
                 found += self._reductions(once, p, 1)
             if stage < 3:
-                count = p.num_shards
-                received = p.shard_bytes * (count - 1)
-                found.append(self._move("update", "all-gather", p.axes, p.dtype.name, False, received, 1))
+                for axis, received in gather_bytes(p, self.sizes).items():
+                    found.append(self._move("update", "all-gather", (axis,), p.dtype.name, False, received, 1))
         return found
 
-    def _gathers(self, use: LeafUse) -> list[Move]:
+    def _gathers(self, use: LeafUse) -> list[Traffic]:
         part, layers = _layer(self.placement.with_dtype(use.dtype), use, self.layout)
         config = self.layout.config
         by_axis = self.collectives.gather_bytes(part, self.sizes)
         quantized = config.quantize_weights if part.is_quantized else None
         name = _wire_name(quantized, use.dtype)
         has_held = has_secondary(self.layout)
-        # Levels are read and floats written for the whole leaf, the reverse for the shard.
+        # Levels are read and floats written for the full leaf, the reverse for the shard.
         first = part.axes[0]
         message = by_axis[first] // (self.sizes[first] - 1)
         passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
-        found = []
+        found, in_loop = [], layers * use.repeats > 1
         for phase in ("forward", "backward") if use.in_backward else ("forward",):
             for axis, received in by_axis.items():
                 last = axis == part.axes[-1]
                 if has_held and phase == "backward" and not last:
                     continue
                 # A secondary partition is made once, for all microbatches.
-                times = layers * (1 if has_held and not last else self.microbatches)
-                spent = passes * layers * self.microbatches if last else 0
-                found.append(self._move(phase, "all-gather", (axis,), name, layers > 1, received * times, times, spent))
+                times = layers * use.repeats * (1 if has_held and not last else self.microbatches)
+                spent = passes * layers * use.repeats * self.microbatches if last else 0
+                found.append(self._move(phase, "all-gather", (axis,), name, in_loop, received * times, times, spent))
         return found
 
-    def _reductions(self, use: LeafUse, placement: Placement, times: int) -> list[Move]:
+    def _reductions(self, use: LeafUse, placement: Placement, times: int) -> list[Traffic]:
         part, layers = _layer(placement, use, self.layout)
         config = self.layout.config
         pair = config.quantize_gradients if part.is_quantized else None
         plain = jnp.dtype(config.grad_dtype) if config.grad_dtype else part.dtype
         by_axis = self.collectives.reduce_bytes(part, self.sizes)
-        # Reduced where it arises, or whole gradients after the backward pass.
+        # Reduced where it arises, or full gradients after the backward pass.
         phase = "backward" if self.layout.stage >= 2 and part.is_sharded else "update"
         kind = "all-to-all" if pair else "reduce-scatter" if part.is_sharded else "all-reduce"
         found = []
@@ -210,7 +180,7 @@ class _LeafTraffic:
                 # Written, sent, read again; the gradient is read before the first hop, the shard written at the end.
                 shard = 4 * math.prod(part.shard_shape)
                 passes = 2 * sent + (part.shard_bytes * part.num_shards if first_hop else shard)
-            count = layers * times
+            count = layers * times * use.repeats
             found.append(
                 self._move(phase, kind, axes, _wire_name(fmt, plain), count > 1, received * count, count,
                            passes * count)
@@ -220,9 +190,12 @@ class _LeafTraffic:
     def _move(
         self, phase: str, kind: str, axes: tuple[str, ...], dtype: str, in_loop: bool, received: int, executions: int,
         passes: int = 0,
-    ) -> Move:  # fmt: skip
+    ) -> Traffic:  # fmt: skip
         entering = round(received * node_share(kind, axes, tuple(self.sizes.items()), self.num_nodes))
-        return Move(self.placement.path, phase, kind, axes, dtype, in_loop, received, entering, executions, passes)
+        return Traffic(
+            phase, kind, axes, (dtype,), in_loop, "", executions, received, entering, pass_bytes=passes,
+            path=self.placement.path,
+        )  # fmt: skip
 
 
 def _layer(placement: Placement, use: LeafUse, layout: Layout) -> tuple[Placement, int]:
@@ -247,7 +220,7 @@ def _own_part(placement: Placement, layout: Layout) -> Placement:
 
 def _wire_name(fmt: object, dtype: np.dtype) -> str:
     if isinstance(fmt, QuantFormat):
-        return "e2m1" if fmt.levels == "e2m1" else f"int{fmt.bits}"
+        return fmt.element
     return dtype.name
 
 
@@ -256,40 +229,34 @@ _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", 
 _NOTABLE = 0.01
 
 
-def program_streams(program: CompiledProgram, layout: Layout) -> tuple[Stream, ...]:
+def program_streams(program: CompiledProgram) -> tuple[Traffic, ...]:
     """The rows of a compiled program; what is neither forward nor backward is the update and the metrics."""
-    rows = [
-        Stream(
+    return _ordered(
+        dataclasses.replace(
+            row,
             phase="update" if row.phase == "other" else row.phase,
-            kind=row.kind,
-            axes=row.axes,
             dtypes=tuple(_NAMES.get(d, d) for d in row.dtypes),
-            in_loop=row.in_loop,
-            mode=("overlapped" if row.overlapped else "asynchronous") if row.asynchronous else "blocking",
-            executions=row.executions,
-            received_bytes=row.received_bytes,
-            node_bytes=row.node_bytes,
         )
         for row in program.traffic()
-    ]
-    return _ordered(rows)
+    )
 
 
-def predicted_streams(moves: Sequence[Move]) -> tuple[Stream, ...]:
-    """The rows of a prediction: moves of one sort together."""
-    sorts: dict[tuple[str, str, tuple[str, ...], str, bool], list[Move]] = {}
+def predicted_streams(moves: Sequence[Traffic]) -> tuple[Traffic, ...]:
+    """The rows of a prediction: those of one sort together."""
+    sorts: dict[tuple[str, str, tuple[str, ...], tuple[str, ...], bool, str], list[Traffic]] = {}
     for move in moves:
-        sorts.setdefault((move.phase, move.kind, move.axes, move.dtype, move.in_loop), []).append(move)
+        sort = (move.phase, move.kind, move.axes, move.dtypes, move.in_loop, move.mode)
+        sorts.setdefault(sort, []).append(move)
     return _ordered(
-        Stream(
-            phase, kind, axes, (dtype,), in_loop, "", sum(m.executions for m in group),
-            sum(m.received_bytes for m in group), sum(m.node_bytes for m in group),
+        Traffic(
+            *sort, sum(m.executions for m in group), sum(m.received_bytes for m in group),
+            sum(m.node_bytes for m in group), pass_bytes=sum(m.pass_bytes for m in group),
         )
-        for (phase, kind, axes, dtype, in_loop), group in sorts.items()
+        for sort, group in sorts.items()
     )  # fmt: skip
 
 
-def explain_traffic(moves: Sequence[Move], streams: Sequence[Stream]) -> str:
+def explain_traffic(moves: Sequence[Traffic], streams: Sequence[Traffic]) -> str:
     """Where compiled and predicted traffic differ, in bytes into a device."""
     predicted, found = _by_sort(moves), _by_sort(streams)
     total = sum(predicted.values())
@@ -316,13 +283,13 @@ def _reason(sort: tuple[str, str], more: int) -> str:
     return ""
 
 
-def _by_sort(rows: Iterable[Move | Stream]) -> dict[tuple[str, str], int]:
+def _by_sort(rows: Iterable[Traffic]) -> dict[tuple[str, str], int]:
     sums: dict[tuple[str, str], int] = {}
     for row in rows:
         sums[row.phase, row.kind] = sums.get((row.phase, row.kind), 0) + row.received_bytes
     return sums
 
 
-def _ordered(rows: Iterable[Stream]) -> tuple[Stream, ...]:
+def _ordered(rows: Iterable[Traffic]) -> tuple[Traffic, ...]:
     phases = ("forward", "backward", "update")
     return tuple(sorted(rows, key=lambda row: (phases.index(row.phase), -row.received_bytes)))

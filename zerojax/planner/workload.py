@@ -1,24 +1,85 @@
-"""What a plan is made from, checked: the cluster, the shapes, the batch of one device, and where the loss uses what.
+"""What a plan is made from, checked: workload, cluster, shapes, one device's batch, and where the loss uses what.
 
-Everything a user can get wrong is refused here, in one line, before anything is compiled. Knows nothing of what will be
-planned.
+Everything a user can get wrong is refused here, in one line, before anything is compiled.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.gather.uses import LeafUse, leaf_uses, traced_flops
 from zerojax.planner.gpus import GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
-from zerojax.planner.models import Subject, is_offloaded, without_sharding
 
 Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is planned: a loss, an optimizer, and shapes.
+
+    Attributes:
+        loss_fn: as for `zerojax.value_and_grad`.
+        params: pytree of `jax.ShapeDtypeStruct`: logical shapes of the parameters.
+        batch: pytree of `jax.ShapeDtypeStruct`: the batch of one step, all devices and microbatches together. A
+            sharding with `memory_kind="pinned_host"` says that a leaf waits in host memory; no more of it is read.
+        tx: an optax transformation, not wrapped by `zerojax.zero`.
+        rest: shapes of the further arguments of the loss; in host memory as in `batch`.
+        has_aux: as for `zerojax.value_and_grad`.
+        weighted: as for `zerojax.value_and_grad`.
+        specs: as for `zerojax.partition`.
+        trainable: as for `zerojax.partition`.
+        name: for people.
+        fused: scopes (`jax.named_scope`) in the loss that stand for one fused kernel, and the share of their FLOP that
+            it computes; None: "flash_attention", half of it, as of a causal attention
+            (`zerojax.planner.replay.FUSED`).
+    """
+
+    loss_fn: Callable[..., Any]
+    params: Tree
+    batch: Tree
+    tx: optax.GradientTransformation
+    rest: tuple[Any, ...] = ()
+    has_aux: bool = False
+    weighted: bool = False
+    specs: Tree | None = None
+    trainable: Any = None
+    name: str = "model"
+    fused: Mapping[str, float] | None = None
+
+    @property
+    def tokens_per_example(self) -> int | None:
+        """Entries of the largest integer leaf of the batch per example; None where there is none of two dims."""
+        leaves = [x for x in jax.tree.leaves(self.batch) if len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.integer)]
+        return max((math.prod(x.shape[1:]) for x in leaves), default=None)
+
+    def with_examples(self, examples: int, name: str | None = None) -> Workload:
+        """The same with a batch of so many examples in all (the leading dim of every leaf that has one)."""
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (examples, *x.shape[1:]) if x.shape else (), x.dtype, sharding=x.sharding if is_offloaded(x) else None
+            ),
+            self.batch,
+        )
+        return dataclasses.replace(self, batch=batch, name=name or self.name)
+
+
+def is_offloaded(x: jax.ShapeDtypeStruct) -> bool:
+    """Whether the sharding of an argument's shape says that it waits in pinned host memory."""
+    return getattr(x.sharding, "memory_kind", None) == "pinned_host"
+
+
+def without_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape alone."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 class Cluster(NamedTuple):
@@ -35,7 +96,7 @@ class Cluster(NamedTuple):
         return self.num_nodes * self.devices_per_node
 
     def mesh(self, axes: tuple[str, ...], *, absent: bool) -> Any:
-        """A mesh with these data axes and the extra axes: of absent GPUs to compile for, or abstract."""
+        """A mesh with these data axes and the extra axes: of target GPUs to compile for, or abstract."""
         inner = math.prod(self.extra_axes.values())
         local = self.devices_per_node // inner
         data = (self.num_nodes, local) if len(axes) == 2 else (self.num_nodes * local,)
@@ -47,16 +108,17 @@ class Cluster(NamedTuple):
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def trace_subject(subject: Subject, examples: int) -> tuple[list[tuple[LeafUse, ...]], int]:
-    """How the loss uses each parameter, and its FLOP, on one device's microbatch."""
-    shapes = (subject.params, subject.with_examples(examples).batch, subject.rest)
+def trace_workload(workload: Workload, examples: int) -> tuple[list[tuple[LeafUse, ...]], int, int]:
+    """How the loss uses each parameter, and its FLOP with and without recomputation, on one device's microbatch."""
+    shapes = (workload.params, workload.with_examples(examples).batch, workload.rest)
     shapes = jax.tree.map(without_sharding, shapes)
     try:
-        jaxpr = jax.make_jaxpr(lambda p, b, r: subject.loss_fn(p, b, *r))(*shapes)
+        jaxpr = jax.make_jaxpr(lambda p, b, r: workload.loss_fn(p, b, *r))(*shapes)
     except Exception as error:
         first = (str(error).strip() or repr(error)).splitlines()[0]
         raise ValueError(f"the loss cannot be traced with these shapes: {type(error).__name__}: {first}") from error
-    return leaf_uses(jaxpr, len(jax.tree.leaves(subject.params))), traced_flops(jaxpr)
+    uses = leaf_uses(jaxpr, len(jax.tree.leaves(workload.params)))
+    return uses, traced_flops(jaxpr), traced_flops(jaxpr, recomputed=False)
 
 
 def make_cluster(target: str | GpuTarget, num_nodes: int, devices_per_node: int, extra: Mapping[str, int]) -> Cluster:
@@ -83,21 +145,21 @@ def lacking_compiler(compiles: bool | None) -> str:
     return ""
 
 
-def sized_subject(subject: Subject, examples: int | None, replicas: int, microbatches: int) -> tuple[Subject, int]:
-    """The subject with its global batch, and the examples of one device's microbatch."""
+def sized_workload(workload: Workload, examples: int | None, replicas: int, microbatches: int) -> tuple[Workload, int]:
+    """The workload with its global batch, and the examples of one device's microbatch."""
     count = replicas * microbatches
     for field, value in (("examples_per_device", examples), ("microbatches", microbatches)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"plan({field}={value!r}): a positive integer is required")
     if examples is None:
-        leading = {x.shape[0] for x in jax.tree.leaves(subject.batch) if x.shape}
+        leading = {x.shape[0] for x in jax.tree.leaves(workload.batch) if x.shape}
         if len(leading) != 1 or (size := leading.pop()) % count or not size:
             raise ValueError(
                 f"batch_shapes: the leading dim {sorted(leading) or size} must be one positive multiple of {replicas} "
                 f"data-parallel devices x {microbatches} microbatches; or pass examples_per_device"
             )
-        return subject, size // count
-    return subject.with_examples(examples * count), examples
+        return workload, size // count
+    return workload.with_examples(examples * count), examples
 
 
 def shapes_of(tree: Tree, what: str) -> Tree:

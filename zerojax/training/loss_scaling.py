@@ -2,8 +2,7 @@
 
 A float16 gradient underflows long before it matters (arXiv 1710.03740, section 3.2): the loss is multiplied by a scale
 that doubles after a run of good steps and halves when gradients overflow, and an overflowing step changes nothing. All
-of it is decided from global values, so every device takes the same decision. Pure functions of small scalars; knows
-nothing of how gradients arise.
+of it is decided from global values, so every device takes the same decision. Pure functions of small scalars.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Gradients that are zero for good never overflow: their scale would double until it is infinite, and zero times it no
-# number any more.
+# Gradients that are zero permanently never overflow: their scale would double until it is infinite, and zero times it
+# no number any more.
 LARGEST = 2.0**120
 
 
@@ -65,7 +64,7 @@ def loss_scale_rule(profile: DynamicScale | str | None) -> DynamicScale | None:
     return PROFILES[profile]
 
 
-class LossScale(NamedTuple):
+class LossScaleState(NamedTuple):
     """State of dynamic loss scaling: scalars, the same on every device.
 
     Attributes:
@@ -74,7 +73,7 @@ class LossScale(NamedTuple):
         overflows_left: int32, overflows until the scale halves.
 
     >>> jax.tree.map(float, init_loss_scale(DynamicScale()))
-    LossScale(scale=65536.0, good_steps=0.0, overflows_left=2.0)
+    LossScaleState(scale=65536.0, good_steps=0.0, overflows_left=2.0)
     """
 
     scale: jax.Array
@@ -82,16 +81,16 @@ class LossScale(NamedTuple):
     overflows_left: jax.Array
 
 
-def init_loss_scale(rule: DynamicScale) -> LossScale:
+def init_loss_scale(rule: DynamicScale) -> LossScaleState:
     """The state before the first step.
 
     >>> float(init_loss_scale(DynamicScale(initial=8.0)).scale)
     8.0
     """
-    return LossScale(jnp.float32(rule.initial), jnp.zeros((), jnp.int32), jnp.full((), rule.hysteresis, jnp.int32))
+    return LossScaleState(jnp.float32(rule.initial), jnp.zeros((), jnp.int32), jnp.full((), rule.hysteresis, jnp.int32))
 
 
-def next_loss_scale(state: LossScale, finite: jax.Array, rule: DynamicScale) -> LossScale:
+def next_loss_scale(state: LossScaleState, finite: jax.Array, rule: DynamicScale) -> LossScaleState:
     """The state after a step.
 
     Args:
@@ -106,12 +105,12 @@ def next_loss_scale(state: LossScale, finite: jax.Array, rule: DynamicScale) -> 
     good = state.good_steps + 1
     grows = good >= rule.growth_interval
     halves = state.overflows_left <= 1
-    after_good = LossScale(
+    after_good = LossScaleState(
         jnp.where(grows, jnp.minimum(state.scale * 2, LARGEST), state.scale),
         jnp.where(grows, 0, good),
         jnp.where(grows, rule.hysteresis, state.overflows_left),
     )
-    after_overflow = LossScale(
+    after_overflow = LossScaleState(
         jnp.where(halves, jnp.maximum(state.scale / 2, rule.floor), state.scale),
         jnp.zeros_like(good),
         jnp.maximum(state.overflows_left - 1, 1),
@@ -119,7 +118,7 @@ def next_loss_scale(state: LossScale, finite: jax.Array, rule: DynamicScale) -> 
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after_good, after_overflow)
 
 
-def is_at_floor(state: LossScale, rule: DynamicScale) -> jax.Array:
+def is_at_floor(state: LossScaleState, rule: DynamicScale) -> jax.Array:
     """Whether one more overflow would have to halve a scale that is the smallest already.
 
     >>> rule = DynamicScale(initial=1.0, hysteresis=1)

@@ -2,12 +2,12 @@
 
 Loss and gradient norm are global values, so that one device's NaN is everybody's. A step that stops training changes
 nothing and neither do those after it: an exception cannot leave a compiled step without losing its donated arguments,
-so the step marks its state, and the host, which may run one step ahead, raises when it sees the mark. Knows nothing of
-how gradients arise.
+so the step marks its state, and the host, which may run one step ahead, raises when it sees the mark.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _compat
+from zerojax.layout.notices import ZeroNotice
 
 Tree = Any
 OnNonFinite = Literal["ignore", "skip", "raise"]
 
 # Bits of `NonFinite.stopped`.
-LOSS, GRADIENTS, FLOOR = 1, 2, 4
+LOSS, GRADIENTS, FLOOR, WENT_ON = 1, 2, 4, 8
 
 
 class NonFiniteError(ArithmeticError):
@@ -39,7 +40,8 @@ class NonFinite(NamedTuple):
         loss_steps: steps whose loss was not finite.
         grad_steps: steps whose gradient norm was not finite.
         stopped: 0; or why training stopped, the sum of 1 (the loss was not finite), 2 (the gradient was not finite) and
-            4 (the loss scale was at its floor).
+            4 (the loss scale was at its floor); with 8, inside a `jax.jit` of the user's, where
+            training went on.
 
     >>> jax.tree.map(int, init_nonfinite())
     NonFinite(loss_steps=0, grad_steps=0, stopped=0)
@@ -74,7 +76,11 @@ def init_nonfinite() -> NonFinite:
 
 
 def decide(
-    counts: NonFinite, loss_finite: jax.Array, grads_finite: jax.Array, on_nonfinite: OnNonFinite, at_floor: Any
+    counts: NonFinite,
+    loss_finite: jax.Array,
+    grads_finite: jax.Array,
+    on_nonfinite: OnNonFinite | Literal["mark"],
+    at_floor: Any,
 ) -> Decision:
     """Decides what becomes of a step.
 
@@ -82,7 +88,8 @@ def decide(
         counts: those of the state.
         loss_finite: bool scalar.
         grads_finite: bool scalar.
-        on_nonfinite: what was asked for.
+        on_nonfinite: what was asked for; "mark" for "raise" where nothing can be raised: such a step is skipped and
+            marked, and the next ones run.
         at_floor: None without loss scaling, where every such step stops training under "raise"; else whether the scale
             is at its floor: an overflow above it is what scaling expects, and skipped.
 
@@ -93,17 +100,22 @@ def decide(
     """
     finite = loss_finite & grads_finite
     before = counts.stopped
-    if on_nonfinite == "raise":
+    if on_nonfinite in ("raise", "mark"):
         fatal = ~finite if at_floor is None else ~finite & at_floor
-        reason = LOSS * ~loss_finite + GRADIENTS * ~grads_finite + (0 if at_floor is None else FLOOR)
+        reason = jnp.where(loss_finite, 0, LOSS) + jnp.where(grads_finite, 0, GRADIENTS)
+        reason += 0 if at_floor is None else FLOOR
         stopped = jnp.where(before != 0, before, jnp.where(fatal, reason, 0).astype(jnp.int32))
         counted, runs = before == 0, stopped == 0
+        if on_nonfinite == "mark":
+            stopped = jnp.where((before == 0) & fatal, reason + WENT_ON, before).astype(jnp.int32)
+            counted = runs = jnp.bool_(True)
     else:
         stopped, counted = before, jnp.bool_(True)
         runs = counted
     skips = on_nonfinite != "ignore" or at_floor is not None
+    bad_loss, bad_grads = (counted & ~loss_finite).astype(jnp.int32), (counted & ~grads_finite).astype(jnp.int32)
     return Decision(
-        NonFinite(counts.loss_steps + (counted & ~loss_finite), counts.grad_steps + (counted & ~grads_finite), stopped),
+        NonFinite(counts.loss_steps + bad_loss, counts.grad_steps + bad_grads, stopped),
         (skips & ~finite) | ~runs,
         runs,
     )
@@ -130,8 +142,14 @@ def raise_if_stopped(state: _State, stopped: jax.Array) -> None:
         return
     what = [name for bit, name in ((LOSS, "the loss"), (GRADIENTS, "the gradient")) if reason & bit]
     verb, floor = "was" if len(what) == 1 else "were", ", with the loss scale at its floor" if reason & FLOOR else ""
+    text = f"{' and '.join(what)} {verb} not finite{floor}"
+    if reason & WENT_ON:
+        raise NonFiniteError(
+            f"before step {int(state.step)}, inside a jax.jit or scan of your own, {text}: such steps were skipped and "
+            "training went on. state.resumed() takes the mark away; on_nonfinite=\"skip\" makes none"
+        )
     raise NonFiniteError(
-        f"step {int(state.step)}: {' and '.join(what)} {verb} not finite{floor}. The state in hand is that before this "
+        f"step {int(state.step)}: {text}. The state in hand is that before this "
         "step: go on from it with state.resumed(), on other data or with other settings, or make the step with "
         'on_nonfinite="skip"'
     )
@@ -145,8 +163,12 @@ class StoppingStep:
     depends on the sequence of calls alone: all processes of a job raise at the same call.
     """
 
-    def __init__(self, step: Callable[..., tuple[Any, dict[str, Any]]]) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: Callable[..., tuple[Any, dict[str, Any]]],
+        inside: Callable[..., tuple[Any, dict[str, Any]]] | None = None,
+    ) -> None:
+        self._step, self._inside = step, step if inside is None else inside
         # The mark of the last state returned, its copy in the metrics (which no step takes over), and that copy of the
         # step before.
         self._last: tuple[Any, Any, Any] = (None, None, None)
@@ -154,8 +176,16 @@ class StoppingStep:
     def __call__(self, state: Any, batch: Tree, *rest: Any) -> tuple[Any, dict[str, Any]]:
         """Takes a step, after looking at an earlier one."""
         mark = None if state.nonfinite is None else state.nonfinite.stopped
-        if mark is None or _compat.is_traced(mark):  # None is refused by the step
+        if mark is None:  # refused by the step
             return self._step(state, batch, *rest)
+        if _compat.is_traced(mark):
+            warnings.warn(
+                "make_train_step(on_nonfinite='raise') cannot raise inside a jax.jit or scan of your own: steps that "
+                "are not finite are skipped there and training goes on; state.check() afterwards raises",
+                ZeroNotice,
+                stacklevel=2,
+            )
+            return self._inside(state, batch, *rest)
         last, copy, copy_before = self._last
         known, entering = (copy_before, copy) if mark is last else (mark, None)
         if known is not None:

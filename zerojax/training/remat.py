@@ -4,7 +4,7 @@ A thin layer over `jax.checkpoint`: what a function computes is dropped and reco
 values named by `jax.ad_checkpoint.checkpoint_name`. It adds ZeRO-R's partitioned activation checkpointing (arXiv
 1910.02054, section 6.1): under tensor parallelism the input of a layer is the same on every device of the model axis,
 so each keeps 1/n of it (Pa), in device or host memory (Pa+cpu), and it is gathered again for the recomputation.
-Composes with `value_and_grad` and `scan`; knows nothing of parameters.
+Composes with `value_and_grad` and `scan`.
 """
 
 from __future__ import annotations

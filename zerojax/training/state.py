@@ -1,7 +1,7 @@
 """`TrainState`: everything that a training loop carries from step to step, and that a checkpoint holds.
 
 All its scalars live on the mesh from the start, replicated: a step counter on one device would have the step compiled a
-second time. Knows nothing of losses or of how a step is made.
+second time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.gradients.feedback import init_feedback
+from zerojax.layout.host_arrays import place_whole
 from zerojax.layout.layout import Layout
-from zerojax.optimizer.zero import ZeroState
-from zerojax.training.loss_scaling import DynamicScale, LossScale, init_loss_scale, loss_scale_rule
+from zerojax.optimizer.zero import ZeroState, check_sharded
+from zerojax.training.loss_scaling import DynamicScale, LossScaleState, init_loss_scale, loss_scale_rule
 from zerojax.training.nonfinite import NonFinite, init_nonfinite, raise_if_stopped
 
 Tree = Any
@@ -40,7 +41,7 @@ class TrainState(NamedTuple):
     params: Tree
     opt_state: ZeroState
     feedback: Tree = None
-    loss_scale: LossScale | None = None
+    loss_scale: LossScaleState | None = None
     skipped: jax.Array | None = None
     nonfinite: NonFinite | None = None
     model_state: Tree = None
@@ -70,6 +71,14 @@ class TrainState(NamedTuple):
         >>> int(zerojax.TrainState.create(layout.shard({"w": jnp.ones((8, 2))}), tx).step)
         0
         """
+        check_sharded(tx, "TrainState.create(params, tx)")
+        opt_state = tx.init(params)  # refuses what is not in stored form
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is a {type(x).__name__}, not in stored form: pass "
+                    "layout.shard(params)"
+                )
         leaves = jax.tree.leaves(params)
         # On the mesh from the start: a step counter of one device would have the step compiled a second time.
         meshes = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
@@ -79,7 +88,7 @@ class TrainState(NamedTuple):
         def place(x: jax.Array) -> Any:
             if abstract:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-            return jax.device_put(x, everywhere)
+            return place_whole(x, everywhere)
 
         step, skipped = place(jnp.zeros((), jnp.int32)), place(jnp.zeros((), jnp.int32))
         rule = loss_scale_rule(loss_scale)
@@ -90,7 +99,7 @@ class TrainState(NamedTuple):
             feedback = init_feedback(layout, abstract=abstract)
         # Copies: a replica would share its buffer with the caller's array, and donating one deletes the other.
         carried = jax.tree.map(lambda x: place(x if abstract else jnp.array(x)), model_state)
-        return cls(step, params, tx.init(params), feedback, scale, skipped, nonfinite, carried)  # type: ignore[arg-type]
+        return cls(step, params, opt_state, feedback, scale, skipped, nonfinite, carried)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raises what the next calls of a step would; waits for the state. For after the last step.

@@ -1,21 +1,28 @@
 """`make_train_step`: gradients, optimizer and parameters composed into one compiled step with donated buffers.
 
 The step is what a user would write from `value_and_grad` and `zero`; it adds metrics that are global values, and
-donation, so that parameters and state are updated in place. Knows nothing of collectives or placements.
+donation, so that parameters and state are updated in place.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax import _compat
 from zerojax.gradients.local import Accumulation
+from zerojax.gradients.outputs import wide_dtype
 from zerojax.gradients.transform import gradient_function
+from zerojax.layout.host_arrays import is_of_several_processes
 from zerojax.layout.layout import Layout
+from zerojax.optimizer.zero import check_sharded
+from zerojax.training.compiler_options import compiler_options
+from zerojax.training.first_step import AgreeingStep
 from zerojax.training.loss_scaling import DynamicScale, is_at_floor, loss_scale_rule, next_loss_scale
 from zerojax.training.nonfinite import OnNonFinite, StoppingStep, decide, init_nonfinite, keep_if
 from zerojax.training.state import TrainState
@@ -31,6 +38,7 @@ def make_train_step(
     microbatches: int = 1,
     accumulation: Accumulation | None = None,
     has_aux: bool = False,
+    per_example: Tree = None,
     weighted: bool = False,
     mutable: bool = False,
     clip_norm: float | None = None,
@@ -47,6 +55,7 @@ def make_train_step(
         microbatches: as for `value_and_grad`: gradient accumulation, with float32 accumulators.
         accumulation: as for `value_and_grad`: "sharded" or "deferred".
         has_aux: as for `value_and_grad`; the aux is returned under "aux".
+        per_example: as for `value_and_grad`.
         weighted: as for `value_and_grad`.
         mutable: the model carries a state beside its parameters, such as batch statistics, in `TrainState.model_state`:
             the loss is `loss_fn(params, batch, model_state, *rest)` and returns (loss, new model state), or (loss, (new
@@ -60,8 +69,9 @@ def make_train_step(
             so too, does the same in all steps after it, and raises `NonFiniteError` two calls later (the host is not
             made to wait for the step that it has just started) or in `TrainState.check()`; the state in hand is then
             that before the step that failed. With loss scaling, "raise" stops only at an overflow that would lower a
-            scale at its floor. None: "ignore", or "raise" with loss scaling, so that training never stands still
-            unnoticed.
+            scale at its floor. Inside a `jax.jit` or scan of your own nothing can be raised: there such a step is
+            skipped, training goes on, a notice says so when it is traced, and `TrainState.check()` raises. None:
+            "ignore", or "raise" with loss scaling, so that training never stands still unnoticed.
         donate: give the old state's buffers to the new one. The old state cannot be used afterwards.
 
     Returns:
@@ -72,7 +82,8 @@ def make_train_step(
         "grads_nonfinite_steps", "skipped", and "stopped" (see `NonFinite.stopped`); and "aux".
 
     Raises:
-        ValueError: as `value_and_grad`; a batch that does not divide into the microbatches.
+        ValueError: as `value_and_grad`; a batch that does not divide into the microbatches; in a job of several
+            processes, at the first step, whatever the processes differ in (field and processes are named).
         NonFiniteError: from a later call, see `on_nonfinite`.
 
     >>> import zerojax
@@ -84,6 +95,7 @@ def make_train_step(
     >>> int(state.step), float(metrics["loss"])
     (1, 8.0)
     """
+    check_sharded(tx, "make_train_step(loss_fn, tx, layout)")
     rule = loss_scale_rule(loss_scale)
     if on_nonfinite not in (None, "ignore", "skip", "raise"):
         raise ValueError(f"make_train_step(on_nonfinite={on_nonfinite!r}): use 'ignore', 'skip' or 'raise'")
@@ -96,11 +108,13 @@ def make_train_step(
         raise ValueError(f"make_train_step(clip_norm={clip_norm!r}): a positive norm is required")
     grad_fn = gradient_function(
         loss_fn, layout, has_aux=has_aux, weighted=weighted, mutable=mutable, microbatches=microbatches,
-        accumulation=accumulation,
+        accumulation=accumulation, per_example=per_example,
     )  # fmt: skip
-    policy: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
+    asked: OnNonFinite = on_nonfinite or ("ignore" if rule is None else "raise")
 
-    def step(state: TrainState, batch: Tree, *rest: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(
+        policy: OnNonFinite | Literal["mark"], state: TrainState, batch: Tree, *rest: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state, rule, mutable, policy)
         scale = state.loss_scale
         out = grad_fn(
@@ -121,7 +135,9 @@ def make_train_step(
         counts = init_nonfinite() if state.nonfinite is None else state.nonfinite
         decision = decide(counts, metrics["loss_finite"], metrics["grads_finite"], policy, at_floor)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
-        new = optax.apply_updates(state.params, updates), opt_state, out.feedback, out.model_state
+        with jax.numpy_dtype_promotion("standard"):  # narrow parameters plus the float32 updates of their masters
+            applied = optax.apply_updates(state.params, updates)
+        new = applied, opt_state, out.feedback, out.model_state
         if policy != "ignore":
             old = state.params, state.opt_state, state.feedback, state.model_state
             new = keep_if(decision.keeps_old, old, new)
@@ -132,7 +148,7 @@ def make_train_step(
             finite = metrics["loss_finite"] & metrics["grads_finite"]
             new_scale = keep_if(~decision.runs, scale, next_loss_scale(scale, finite, rule))
         skipped = jnp.zeros((), jnp.int32) if state.skipped is None else state.skipped
-        skipped += decision.keeps_old & decision.runs
+        skipped += (decision.keeps_old & decision.runs).astype(skipped.dtype)
         metrics |= {
             "skipped": skipped,
             "loss_nonfinite_steps": decision.counts.loss_steps,
@@ -142,23 +158,46 @@ def make_train_step(
         if has_aux:
             metrics["aux"] = out.aux
         done = TrainState(
-            state.step + decision.runs, params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
+            state.step + decision.runs.astype(state.step.dtype), params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
             skipped if state.skipped is not None else None,
             decision.counts if state.nonfinite is not None else None, model_state,
         )  # fmt: skip
         return done, metrics
 
-    compiled = jax.jit(step, donate_argnums=(0,) if donate else ())
-    return StoppingStep(compiled) if policy == "raise" else compiled
+    donated = (0,) if donate else ()
+    of_call = functools.partial(step, asked)
+    compiled = jax.jit(of_call, donate_argnums=donated)
+    if options := compiler_options(layout):
+        compiled = _OuterStep(jax.jit(of_call, donate_argnums=donated, compiler_options=dict(options)), compiled)
+    if is_of_several_processes(layout.mesh):
+        compiled = AgreeingStep(compiled, layout)
+    if asked != "raise":
+        return compiled
+    return StoppingStep(compiled, jax.jit(functools.partial(step, "mark"), donate_argnums=donated))
 
 
-def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, policy: OnNonFinite) -> None:
+class _OuterStep:
+    """A step with compiler options, and the one without for inside another `jax.jit`, which takes its own."""
+
+    def __init__(self, outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __call__(self, state: TrainState, *args: Any) -> Any:
+        nested = any(_compat.is_traced(x) for x in jax.tree.leaves((state, args)))
+        return (self._inner if nested else self._outer)(state, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        """`lower` and the like of the compiled step."""
+        return getattr(self._outer, name)
+
+
+def _check_state(state: TrainState, rule: DynamicScale | None, mutable: bool, policy: str) -> None:
     if (state.loss_scale is None) != (rule is None):
         raise ValueError(
             "make_train_step(loss_scale=...) and TrainState.create(..., loss_scale=...) must be given the same rule, "
             "or neither any"
         )
-    if policy == "raise" and state.nonfinite is None:
+    if policy in ("raise", "mark") and state.nonfinite is None:
         raise ValueError(
             "make_train_step(on_nonfinite='raise') marks in TrainState.nonfinite that training has stopped, which is "
             "None in this state; make the state with TrainState.create(...)"
@@ -178,4 +217,4 @@ def _examples(batch: Tree) -> jax.Array:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))

@@ -1,6 +1,0 @@
-"""The kernels of the "mosaic_gpu" backend, as plans over static descriptions of calls."""
-
-from pallas_kernels.mosaic.quantize import plan as plan_quantize
-from pallas_kernels.mosaic.sum import plan_sum, plan_sum_quantize
-
-__all__ = ["plan_quantize", "plan_sum", "plan_sum_quantize"]

@@ -1,0 +1,68 @@
+"""Starts a script as several real processes of one job on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Joins the job; `RANK` and `COUNT` are the process's number and the number of processes.
+START = """
+import os, sys
+import jax
+RANK, COUNT, PORT = (int(os.environ[name]) for name in ("RANK", "COUNT", "PORT"))
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, RANK, heartbeat_timeout_seconds=10)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(script: str, count: int, devices: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """The processes, each with so many simulated devices; stdout and stderr are one pipe."""
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", START + script, *arguments],
+            env={
+                **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_NUM_CPU_DEVICES": str(devices),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+                "RANK": str(rank), "COUNT": str(count), "PORT": str(port), "TF_CPP_MIN_LOG_LEVEL": "3",
+            },
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 200) -> list[tuple[int, str]]:
+    """(exit status, output) of each; none outlives this call."""
+    end = time.monotonic() + seconds
+    try:
+        return [(p.returncode, out) for p in processes for out, _ in [p.communicate(timeout=end - time.monotonic())]]
+    finally:
+        for p in processes:
+            p.kill()
+
+
+def wait_until(condition: Callable[[], bool], processes: list[subprocess.Popen[str]], seconds: float = 150) -> None:
+    """Waits while all processes live."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "too slow"
+        assert all(p.poll() is None for p in processes), [p.communicate()[0][-3000:] for p in processes if p.poll()]
+        time.sleep(0.1)
+
+
+def terminate(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)

@@ -1,0 +1,126 @@
+"""One equation to be run on parameters in stored form, and the way of such parameters into a function of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zerojax import _compat
+from zerojax.gather.deferred import Deferred, is_held, plain
+from zerojax.gather.stored import Scope, Stored
+
+# Parameters gathered together that are more than this part of all are no longer one layer of many.
+_MOST_OF_A_MODEL = 0.5
+
+
+class GatherWarning(UserWarning):
+    """A parameter is gathered earlier or longer than its use needs; the message names it and the way out.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", GatherWarning)  # a test of one's own that no parameter is gathered too early
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """An equation with stored parameters among its inputs.
+
+    Attributes:
+        eqn: the equation of the jaxpr.
+        inputs: its inputs, local arrays and what stands for parameters: `Stored` and `Deferred`.
+        replicated: for each of them, whether its value is the same on every device.
+        scope: the scope of the stored inputs.
+        evaluate: (jaxpr, inputs, scope, replicated) -> outputs; runs a jaxpr that the equation holds.
+    """
+
+    eqn: Any
+    inputs: list[Any]
+    replicated: list[bool]
+    scope: Scope
+    evaluate: Callable[[Any, Sequence[Any], Scope, Sequence[bool]], list[Any]]
+
+    @property
+    def held(self) -> list[bool]:
+        """For each input, whether it stands for parameters in stored form."""
+        return [is_held(x) for x in self.inputs]
+
+    def evaluate_plain(
+        self, jaxpr: Any, inputs: Sequence[Any], scope: Scope, replicated: Sequence[bool]
+    ) -> list[jax.Array]:
+        """`evaluate` with every output gathered to an ordinary array."""
+        return [plain(x) for x in self.evaluate(jaxpr, inputs, scope, replicated)]
+
+    def bound(self) -> Callable[[Sequence[Any]], list[jax.Array]]:
+        """The equation as a function of ordinary arrays."""
+        return functools.partial(_compat.bind_equation, self.eqn)
+
+
+def warn_if_gathered_early(params: Sequence[Stored], layered: Sequence[bool], scope: Scope, why: str) -> None:
+    """Says so where one equation gathers whole parameters that are used one layer at a time, or most of a model.
+
+    Args:
+        params: the parameters that are gathered together.
+        layered: for each of them, whether what is inside the equation takes one layer at a time.
+        scope: their scope.
+        why: the cause and the way out, as the end of the message.
+    """
+    stacks = [p for p, by_layer in zip(params, layered, strict=True) if by_layer]
+    size = sum(math.prod(p.placement.shape) for p in params)
+    named = stacks or (params if len(params) > 1 and size > _MOST_OF_A_MODEL * scope.total else [])
+    if named:
+        first = named[0].placement
+        more = f" and {len(named) - 1} more parameters are" if len(named) > 1 else " is"
+        warnings.warn(
+            f"params{first.path} {first.shape}{more} gathered whole, all layers at once: {why}",
+            GatherWarning,
+            stacklevel=2,
+        )
+
+
+Rebuild = Callable[[Sequence[Any], Scope], list[Any]]
+
+
+def disassemble(values: Sequence[Any], *, layer: bool = False) -> tuple[list[Any], Rebuild]:
+    """Takes what is held apart into arrays that can cross a function boundary.
+
+    Args:
+        values: arrays, stored parameters and deferred values.
+        layer: whether what is rebuilt is one layer of each stack; not for deferred values.
+
+    Returns:
+        (an array or pytree of arrays per value, a function that rebuilds the values from them in another scope).
+    """
+
+    def rebuild(arrays: Sequence[Any], scope: Scope) -> list[Any]:
+        return [_rebuilt(value, x, scope, layer) for value, x in zip(values, arrays, strict=True)]
+
+    return [_arrays(value) for value in values], rebuild
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return [_arrays(leaf) for leaf in value.leaves]
+    if isinstance(value, Stored):  # often one array is both: it crosses once
+        return value.shard, None if value.grad_input is value.shard else value.grad_input, value.feedback
+    return value
+
+
+def _rebuilt(value: Any, arrays: Any, scope: Scope, layer: bool) -> Any:
+    if isinstance(value, Deferred):
+        parts = iter(arrays)
+        return value.map_leaves(lambda leaf: _rebuilt(leaf, next(parts), scope, layer))
+    if not isinstance(value, Stored):
+        return arrays
+    shard, grad_input, feedback = arrays
+    if value.grad_input is value.shard:
+        grad_input = shard
+    placement, stack = value.placement, value.secondary_stack
+    if layer:
+        placement, stack = placement.without_leading_dim(), None if stack is None else stack - 1
+    return scope.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack).with_view_of(value)
