@@ -61,12 +61,10 @@ def bind_equation(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None =
     """
     bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     if isinstance(bound, tuple):  # releases before 0.10 return (subfuns, params)
-        subfuns, params = bound
+        subfuns, bound = bound
         args = [*subfuns, *args]
-    else:
-        params = bound
     with name_stack_of(eqn), eqn.ctx.manager:
-        out = eqn.primitive.bind(*args, **params)
+        out = eqn.primitive.bind(*args, **bound)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

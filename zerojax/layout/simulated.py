@@ -67,7 +67,7 @@ def simulate_devices(count: SupportsIndex = 8) -> None:
         os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * number))
         if not given:
             jax.config.update("jax_num_cpu_devices", number)
-        if not jax.config.jax_platforms and not _may_have_accelerators():
+        if not jax.config.jax_platforms and not _may_have_accelerators():  # type: ignore[attr-defined]
             jax.config.update("jax_platforms", "cpu")  # a CUDA plugin without a GPU fails at length
     separate_collectives()
 
