@@ -160,8 +160,10 @@ def test_a_step_promotes_no_dtype_by_itself(stage, dtype):
     assert models.largest_error(metrics["loss"], loss(params, x)) < 2 * float(jnp.finfo(dtype).eps) + FLOAT32
 
 
-@pytest.mark.xfail(jax.__version_info__ >= (0, 11), strict=False,
-                   reason="JAX since 0.11 keeps the rules of an equation, which close over traced values here")  # fmt: skip
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11), strict=False,
+    reason="JAX since 0.11 keeps the rules of an equation, which close over traced values here",
+)  # fmt: skip
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_gradient_leaks_no_tracer(stage):
     params, x = parameters(), jnp.ones((16, 16))
