@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
+from zerojax.gather.checkpointed import ordered_checkpoint
 from zerojax.gather.deferred import Deferred, is_held, params_of, plain, without_gradient
 from zerojax.gather.equation import Equation, GatherWarning, disassemble, warn_if_gathered_early
 from zerojax.gather.stored import Cast, Scope, Stored
@@ -37,6 +38,12 @@ def checkpoint_rule(e: Equation) -> list[Any]:
         inner = e.scope.nested()
         return e.evaluate_plain(jaxpr, rebuild(arrays, inner), inner, e.replicated)
 
+    if e.scope.order is not None:
+
+        def ordered(arrays: Sequence[Any], inner: Scope) -> list[jax.Array]:
+            return e.evaluate_plain(jaxpr, rebuild(arrays, inner), inner, e.replicated)
+
+        return ordered_checkpoint(ordered, flat, e.scope, policy=params["policy"])
     return list(jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*flat))
 
 
@@ -99,11 +106,13 @@ def scan_rule(e: Equation) -> list[Any]:
         new = [plain(x) for x, m in zip(out, moving, strict=False) if m]
         return new, [plain(x) for x in out[loop.carried :]]
 
-    first = [x for x, m in zip(carry, moving, strict=True) if m]
+    first, order = [x for x, m in zip(carry, moving, strict=True) if m], e.scope.order
+    if order is not None:
+        first = order.through(first)
     last, ys = lax.scan(
         body, first, flat_xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
     )
-    results = iter(last)
+    results = iter(last if order is None else order.through(last))
     return [*(next(results) if m else x for x, m in zip(carry, moving, strict=True)), *ys]
 
 

@@ -19,6 +19,8 @@ import numpy as np
 from jax import lax
 
 from zerojax.collectives.plain import Collectives
+from zerojax.gather.accumulator import GradAccumulator
+from zerojax.gather.order import Mark, Order, Token, hand_on, together
 from zerojax.layout.placement import Placement
 
 Op = Callable[[jax.Array], jax.Array]
@@ -45,6 +47,8 @@ class Scope:
         barrier: whether the backward gather must be kept apart from the forward one. True at the top level, where the
             compiler would merge them and keep the full weight alive in between; inside a loop body they lie in
             different loops, and under activation checkpointing recomputation and VJP should share one gather.
+        order: where the program has come to, for what gathers wait for; None where they wait for nothing: where nothing
+            is gathered, and in loops, an iteration of which is bounded as it is.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
@@ -61,8 +65,10 @@ class Scope:
         fed_back: dict[str, object] | None = None,
         total: int = 0,
         forward_only: bool = False,
+        order: Order | None = None,
     ) -> None:
         self.collectives = collectives
+        self.order = order
         self.total = total
         self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
@@ -72,6 +78,7 @@ class Scope:
         self.broadcasts: dict[int, tuple[Any, Any, Any]] = {}
         self._casts: dict[tuple[int, np.dtype], Stored] = {}
         self._secondaries: dict[int, Stored] = {}
+        self._held: dict[int, Any] = {}
         self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
 
     def nested(self) -> Scope:
@@ -91,11 +98,14 @@ class Scope:
         secondary_stack: int | None = None,
     ) -> Stored:
         """A parameter of this scope; `grad_input` is the shard-shaped input whose cotangent is the reduced gradient."""
-        accumulator = None if grad_input is None else _grad_accumulator(grad_input, feedback, placement, self)
+        accumulator = None if grad_input is None else self._accumulator(grad_input, feedback, placement)
         aval = jax.ShapeDtypeStruct(placement.shape, placement.dtype)
         return Stored(
             self, shard, grad_input, placement, accumulator, (), aval, feedback, secondary_stack=secondary_stack
         )
+
+    def _accumulator(self, *parts: Any) -> GradAccumulator:
+        return GradAccumulator(self.collectives, self.order, self.fed_back, *parts)
 
     def cast(self, stored: Stored, dtype: np.dtype) -> Stored:
         """The parameter in a narrower dtype, cast before it is gathered; the same cast twice is one parameter."""
@@ -106,6 +116,17 @@ class Scope:
             self._casts[key] = self.enter(shard, grad_input, placement, feedback=stored.feedback)
             self._alive.append(stored.root)
         return self._casts[key].with_view_of(stored)
+
+    def held(self, stored: Sequence[Stored], marks: Sequence[Mark]) -> list[Any]:
+        """What is held of parameters, not before the marks; the same for all uses, so that they share one gather."""
+        if self.order is not None:
+            new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
+            self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
+            self._alive.extend(stored)
+        held = [self._held.get(id(s.shard), s.shard) for s in stored]
+        # Tokens are differentiated: what has no gradient must not seem to have one by having waited for them.
+        frozen = [s.grad_accumulator is None for s in stored]
+        return [lax.stop_gradient(x) if f else x for x, f in zip(held, frozen, strict=True)]
 
     def secondary(self, stored: Stored, stack: int = 0) -> Stored:
         """The parameter held as its node-local secondary partition, made once in this scope.
@@ -133,7 +154,7 @@ class Stored:
         grad_input: local, of the shard's shape; carries the gradient out. None: no gradient is wanted. Often `shard`
             itself.
         placement: placement of the leaf as this scope sees it.
-        grad_accumulator: full-shaped, after the view; its cotangent is summed over uses and reduced once.
+        grad_accumulator: of the parameter before the view; None: no gradient is wanted.
         view: shape-only operations applied after the gather.
         aval: shape and dtype after the view, as the program sees the parameter.
         feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
@@ -145,7 +166,7 @@ class Stored:
     shard: Any
     grad_input: jax.Array | None
     placement: Placement
-    grad_accumulator: jax.Array | None
+    grad_accumulator: GradAccumulator | None
     view: tuple[Op, ...]
     aval: jax.ShapeDtypeStruct
     feedback: jax.Array | None = None
@@ -164,11 +185,9 @@ class Stored:
 
     def viewed(self, op: Op) -> Stored:
         """The parameter after a further shape-only operation, itself applied after the gather."""
-        accumulator = None if self.grad_accumulator is None else op(self.grad_accumulator)
         return dataclasses.replace(
-            self, grad_accumulator=accumulator, view=(*self.view, op), aval=jax.eval_shape(op, self.aval),
-            origin=self.root,
-        )  # fmt: skip
+            self, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root
+        )
 
     def with_view_of(self, other: Stored) -> Stored:
         """This parameter under the view of another."""
@@ -180,7 +199,14 @@ class Stored:
     def gathered(self, shard: Any) -> jax.Array:
         """The full array under the view, from what is held (or a later version of it)."""
         move = self.scope.collectives.gather_secondary if self.is_secondary else self.scope.collectives.gather
-        full = move(shard, self.placement)
+        return self._seen(move(shard, self.placement))
+
+    def gradient_holder(self) -> jax.Array:
+        """Full-shaped zeros under the view: what the gradient of this use is the cotangent of."""
+        assert self.grad_accumulator is not None
+        return self._seen(self.grad_accumulator.zeros)
+
+    def _seen(self, full: jax.Array) -> jax.Array:
         for op in self.view:
             full = op(full)
         return full
@@ -219,9 +245,13 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     where = [isinstance(a, Stored) for a in args]
     others = [a for a in args if not isinstance(a, Stored)]
     scope = stored[0].scope
+    order, num_bytes = scope.order, sum(s.placement.full_bytes for s in stored if s.placement.is_sharded)
+    marks = [] if order is None else order.awaited(num_bytes)
+    trains = any(s.grad_accumulator is not None for s in stored)
+    sets_mark = order is not None and (trains or scope.forward_only) and order.sets_mark(num_bytes)
     # Flat, since the rules below are given marked leaves, which a quantised array could not hold.
-    held, structure = jax.tree.flatten([s.shard for s in stored])
-    holders = [s.grad_accumulator for s in stored if s.grad_accumulator is not None]
+    held, structure = jax.tree.flatten(scope.held(stored, marks))
+    holders = [s.gradient_holder() for s in stored if s.grad_accumulator is not None]
     has_holder = [s.grad_accumulator is not None for s in stored]
 
     def gathered(shards: Sequence[Any]) -> list[jax.Array]:
@@ -237,37 +267,66 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
     whole = jax.checkpoint(forward)
+    # Tokens: that of the mark set here, and those the gathers wait for; none without an order.
+    seed = [order.seed] if sets_mark and order is not None else []
+    waits = [mark.token for mark in marks] if trains or scope.forward_only else []
+
+    def passed(out: list[Any], seed: list[Token], waits: list[Token]) -> list[Any]:
+        hand_on(marks[: len(waits)], waits)
+        if order is not None:
+            order.passed(num_bytes, seed[0] if seed else None)
+        return out
+
     if scope.forward_only:
-        return list(whole(held, others))
+        others, seed = together(others, seed)
+        return passed(list(whole(held, others)), seed, waits)
 
     @jax.custom_vjp
-    def op(shards: list[Any], holders: list[Any], rest: list[Any]) -> list[Any]:
-        return forward(shards, rest)
+    def op(shards: list[Any], holders: list[Any], rest: list[Any], seed: list[Token], waits: list[Token]) -> _Out:
+        rest, seed = together(rest, seed)
+        return forward(shards, rest), seed, waits
 
-    def fwd(shards: list[Any], holders: list[Any], rest: list[Any]) -> tuple[list[Any], Any]:
-        values, inputs = [x.value for x in shards], [x.value for x in rest]
-        marks = _Perturbed(tuple(x.perturbed for x in holders), tuple(x.perturbed for x in rest))
-        return list(whole(values, inputs)), (values, inputs, marks)
+    def fwd(shards: list[Any], holders: list[Any], rest: list[Any], *tokens: list[Any]) -> tuple[_Out, Any]:
+        values, inputs, seed, waits = ([x.value for x in part] for part in (shards, rest, *tokens))
+        inputs, seed = together(inputs, seed)
+        perturbed = _Perturbed(tuple(x.perturbed for x in holders), tuple(x.perturbed for x in rest))
+        return (list(whole(values, inputs)), seed, waits), (values, inputs, waits, perturbed)
 
-    def bwd(residuals: Any, cotangents: list[Any]) -> tuple[Any, Any, Any]:
-        shards, rest, marks = residuals
-        cotangents = [_instantiated(c) for c in cotangents]
+    def bwd(residuals: Any, outputs: tuple[list[Any], list[Any], list[Any]]) -> tuple[Any, ...]:
+        shards, rest, waited, were = residuals
+        unused = all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in outputs[0])
+        cotangents, mark, waits = ([instantiated(c) for c in part] for part in outputs)
+        if unused:  # called for the tokens' sake: there may be no derivative to take
+            return [None] * len(shards), [None] * len(holders), [None] * len(rest), mark, waits
         if scope.barrier:
-            shards, cotangents = _after(shards, cotangents)
+            if mark:
+                shards, mark = together(shards, mark)
+            elif waits:
+                shards, waits = together(shards, waits)
+            else:
+                shards, cotangents = _after(shards, cotangents)
+        if mark:
+            real = [_is_inexact(c) for c in cotangents]
+            ready, waits = together(_take(cotangents, real), waits)
+            cotangents = _fill(cotangents, real, ready)
+            mark = [mark[0] + waited[0]]  # read, so that recomputed gathers wait for theirs too
         fulls = gathered(shards)
-        wanted = _fill(has_holder, has_holder, marks.holders)
-        perturbed = [m and _is_inexact(r) for r, m in zip(rest, marks.rest, strict=True)]
+        wanted = _fill(has_holder, has_holder, were.holders)
+        perturbed = [m and _is_inexact(r) for r, m in zip(rest, were.rest, strict=True)]
 
         def of_inputs(wanted_fulls: list[Any], perturbed_rest: list[Any]) -> list[Any]:
             return list(apply(merged(_fill(fulls, wanted, wanted_fulls), _fill(rest, perturbed, perturbed_rest))))
 
         _, vjp = jax.vjp(of_inputs, _take(fulls, wanted), _take(rest, perturbed))
         d_fulls, d_rest = vjp(cotangents)
-        d_holders = _fill([None] * len(marks.holders), marks.holders, d_fulls)
-        return [None] * len(shards), d_holders, _fill([None] * len(rest), perturbed, d_rest)
+        d_holders = _fill([None] * len(were.holders), were.holders, d_fulls)
+        return [None] * len(shards), d_holders, _fill([None] * len(rest), perturbed, d_rest), mark, waits
 
     op.defvjp(fwd, bwd, symbolic_zeros=True)
-    return op(held, holders, others)
+    return passed(*op(held, holders, others, seed, waits))
+
+
+_Out = tuple[list[Any], list[Token], list[Token]]
 
 
 @jax.tree_util.register_static
@@ -279,7 +338,7 @@ class _Perturbed:
     rest: tuple[bool, ...]
 
 
-def _instantiated(cotangent: Any) -> Any:
+def instantiated(cotangent: Any) -> Any:
     """A cotangent as an array, also where it is known to be zero."""
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
@@ -287,42 +346,11 @@ def _instantiated(cotangent: Any) -> Any:
     return (np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros)(aval.shape, aval.dtype)
 
 
-def _grad_accumulator(
-    grad_input: jax.Array, feedback: jax.Array | None, placement: Placement, scope: Scope
-) -> jax.Array:
-    """Full-shaped zeros that no computation reads; their cotangent, reduced, is the cotangent of `grad_input`.
-
-    With feedback, the cotangent of `feedback` is what this reduction lost: the feedback of the next step.
-    """
-
-    collectives, this = scope.collectives, object()
-
-    @jax.custom_vjp
-    def expand(grad_input: jax.Array, feedback: jax.Array | None) -> jax.Array:
-        return jnp.zeros(placement.shape, grad_input.dtype)
-
-    def fwd(grad_input: jax.Array, feedback: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        return jnp.zeros(placement.shape, grad_input.dtype), feedback
-
-    def bwd(feedback: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        if feedback is None:
-            return collectives.reduce(cotangent, placement), None
-        if scope.fed_back.setdefault(placement.path, this) is not this:
-            raise ValueError(
-                f"error_feedback: the gradient of params{placement.path} is reduced in more than one place (inside and "
-                "outside a loop, or in two dtypes), and its feedback can enter only one; turn error_feedback off"
-            )
-        return collectives.reduce_with_feedback(cotangent, feedback, placement)
-
-    expand.defvjp(fwd, bwd)
-    return expand(grad_input, feedback)
-
-
 def _after(shards: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
     """Makes what follows on `shards` wait for the cotangents: their gather cannot be merged with an earlier one."""
     real = [_is_inexact(c) for c in cotangents]
-    held, waited = lax.optimization_barrier((shards, _take(cotangents, real)))
-    return held, _fill(cotangents, real, waited)
+    shards, waited = together(shards, _take(cotangents, real))
+    return shards, _fill(cotangents, real, waited)
 
 
 def _is_inexact(x: Any) -> bool:

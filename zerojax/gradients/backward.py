@@ -28,6 +28,7 @@ from zerojax import _compat
 from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.evaluate import evaluate_plain
+from zerojax.gather.order import Mark, Order, Token, zero_token
 from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import LeafUse, cast_target, is_layered, leaf_uses
@@ -36,6 +37,7 @@ from zerojax.layout.placement import Placement
 
 Tree = Any
 Reduced = tuple[list[Any], list[Any]]
+Pulled = tuple[list[Any], list[Any], "Token | None"]
 
 
 class Backward(NamedTuple):
@@ -43,12 +45,13 @@ class Backward(NamedTuple):
 
     Attributes:
         run: (batch, rest, feedback) -> (the loss function's output, a pullback from its cotangent to one partial
-            gradient per leaf, None for leaves that are not trained, and the new feedback per leaf).
+            gradient per leaf, None for leaves that are not trained, the new feedback per leaf, and the token that the
+            loss must read for the backward pass to keep its order, or None).
         finish: (partial gradients, possibly summed over several runs, feedback) -> this device's reduced gradients and
             the new feedback.
     """
 
-    run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Reduced]]]
+    run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Pulled]]]
     finish: Callable[[list[Any], list[Any]], Reduced]
 
 
@@ -68,7 +71,7 @@ def whole_backward(
     reduce_all = _reduction(layout, _reduced_whole(layout, lambda: trace(loss_fn, layout, batch, rest)[0]))
     trained = [p.trainable for p in layout.leaves]
 
-    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Pulled]]:
         def of_trained(values: list[jax.Array]) -> Any:
             new = iter(values)
             merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
@@ -76,10 +79,10 @@ def whole_backward(
 
         out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
 
-        def pullback(cotangent: Any) -> Reduced:
+        def pullback(cotangent: Any) -> Pulled:
             new = iter(vjp(cotangent)[0])
             grads = [next(new) if t else None for t in trained]
-            return reduce_all(grads, feedback) if each else (grads, feedback)
+            return *(reduce_all(grads, feedback) if each else (grads, feedback)), None
 
         return out, pullback
 
@@ -117,19 +120,26 @@ def staged_backward(
         same = _replicated_inputs(layout, batch, rest)
         held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], same, outer)[: len(held)]
 
-    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Reduced]]:
-        def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any]) -> Any:
-            scope = layout_scope(layout, reduces=not deferred)
+    def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Pulled]]:
+        def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[Any, list[Token]]:
+            order = _order(layout, tokens)
+            scope = layout_scope(layout, reduces=not deferred, order=order)
             parts = zip(held, grad_inputs, feedback, strict=True)
             args = [_entered(*part, scope) for part in parts]
             inputs, same = [*args, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
-            return arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
+            out = out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same))
+            return arrays(out), [] if order is None else [order.behind()]
 
         grad_inputs = [_grad_input(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
-        if not deferred:
-            return jax.vjp(of_grad_inputs, grad_inputs, feedback)
-        out, vjp = jax.vjp(lambda grad_inputs: of_grad_inputs(grad_inputs, [None] * len(grad_inputs)), grad_inputs)
-        return out, lambda cotangent: (*vjp(cotangent), feedback)
+        entering = [None] * len(grad_inputs) if deferred else feedback
+        (out, behind), vjp = jax.vjp(of_grad_inputs, grad_inputs, entering, [zero_token(), zero_token()])
+
+        def pullback(cotangent: Any) -> Pulled:
+            # What exists at the end of the forward pass is what the first gathers of the backward pass wait for.
+            grads, lost, tokens = vjp((cotangent, behind))
+            return grads, feedback if deferred else lost, sum(tokens, zero_token()) if behind else None
+
+        return out, pullback
 
     if not deferred:
         replicated = [None if p.is_sharded else p for p in layout.leaves]
@@ -168,10 +178,21 @@ def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callab
 def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any) -> Tree:
     """Runs a function on stored parameters without gradients."""
     jaxpr, out_tree = trace(fn, layout, batch, rest)
-    scope = layout_scope(layout, forward_only=True)
+    order = _order(layout, [zero_token(), zero_token()])
+    scope = layout_scope(layout, forward_only=True, order=order)
     held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
     inputs, same = [*held, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
-    return arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
+    out = arrays(out_tree.unflatten(evaluate_plain(jaxpr, inputs, scope, same)))
+    return out if order is None else reading(out, order.behind())
+
+
+def reading(out: Tree, token: Token | None) -> Tree:
+    """A function's output, with the first float of it made to read a token, which is zero."""
+    leaves, structure = jax.tree.flatten(out)
+    first = next((i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)), None)
+    if token is not None and first is not None:
+        leaves[first] = leaves[first] + token.astype(leaves[first].dtype)
+    return structure.unflatten(leaves)
 
 
 def _replicated_inputs(layout: Layout, batch: Tree, rest: Any) -> list[bool]:
@@ -191,14 +212,27 @@ def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tup
     return jaxpr, jax.tree.structure(shape)
 
 
-def layout_scope(layout: Layout, *, reduces: bool = True, forward_only: bool = False) -> Scope:
+def layout_scope(
+    layout: Layout,
+    *,
+    reduces: bool = True,
+    forward_only: bool = False,
+    order: Order | None = None,
+) -> Scope:
     """A top-level scope for a layout; gradients leave it reduced or whole."""
     collectives = layout_collectives(layout)
     return Scope(
         collectives if reduces else unreduced(collectives),
         min_loop_size=layout.config.min_shard_size,
         forward_only=forward_only,
+        order=order,
     )
+
+
+def _order(layout: Layout, tokens: Sequence[Token]) -> Order | None:
+    """The order of gathers from the start of the program, where the configuration asks for one."""
+    window, (seed, first) = layout.config.prefetch_bytes, tokens
+    return None if layout.stage < 3 or window is None else Order(window, seed, [Mark(0, first)])
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from zerojax import _compat
 from zerojax.gradients import inputs as batches
-from zerojax.gradients.backward import Backward, staged_backward, whole_backward
+from zerojax.gradients.backward import Backward, reading, staged_backward, whole_backward
 from zerojax.gradients.outputs import (
     global_loss,
     loss_cotangent,
@@ -101,7 +101,8 @@ def local_gradients(
         out, pullback = backward.run(batch, rest, feedback)
         # The factor of the mean is the cotangent of the loss: no pass over the gradients is spent on it.
         cotangent = loss_cotangent(out[0] if more else out, kind.weighted, layout, count, scale)
-        return out, *pullback((cotangent, jax.tree.map(zero_cotangent, out[1])) if more else cotangent)
+        grads, feedback, token = pullback((cotangent, jax.tree.map(zero_cotangent, out[1])) if more else cotangent)
+        return reading(out, token), grads, feedback
 
     if count == 1:
         out, grads, feedback = step(batch, rest, feedback)

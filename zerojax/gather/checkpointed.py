@@ -1,0 +1,96 @@
+"""Activation checkpointing that keeps the order of gathers.
+
+`jax.checkpoint` lets the recomputation of a region wait for the cotangents of its outputs as a whole, weights included:
+no weight could then be gathered while the region behind is still differentiated. Here the wait is made by hand: what
+was kept waits for the cotangents, the shards only for the tokens that come back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.gather.order import Order, Token, together
+from zerojax.gather.stored import Scope, instantiated
+
+
+def ordered_checkpoint(
+    body: Callable[[Sequence[Any], Scope], list[jax.Array]],
+    flat: Sequence[Any],
+    scope: Scope,
+    *,
+    policy: Callable[..., Any] | None,
+) -> list[jax.Array]:
+    """Runs a checkpointed region in the order of the program around it.
+
+    Args:
+        body: the region on the arrays of `flat`, evaluated in the scope that it is given.
+        flat: its inputs; shards as tuples, anything else as single arrays.
+        scope: of the program around, whose order is moved on to the end of the region.
+        policy: what the user lets the backward pass keep.
+    """
+    order = scope.order
+    assert order is not None
+    marks, position = order.handed_on(), order.position
+    ended: list[Order] = []  # how the region ended, noted while it is traced
+    leaves, structure = jax.tree.flatten((list(flat), [order.seed], [mark.token for mark in marks]))
+    # Noted while it is traced: the inputs that are differentiated, the residuals that are values, and those that are
+    # tokens.
+    noted: list[tuple[list[bool], list[int], list[int]]] = []
+
+    def region(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token]]:
+        arrays, (seed,), tokens = structure.unflatten(leaves)
+        entered = [dataclasses.replace(mark, token=token) for mark, token in zip(marks, tokens, strict=True)]
+        inner = scope.nested()
+        inner.order = Order(order.window, seed, entered, position)
+        out = body(arrays, inner)
+        left = [mark.token for mark in inner.order.handed_on()]
+        ended[:] = [inner.order]
+        return out, left, inner.order.done
+
+    def forward(primals: list[Any]) -> tuple[Any, Any]:
+        leaves = [x.value for x in primals]
+        real = [x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact) for x in primals]
+
+        def of_real(values: list[Any]) -> Any:
+            new = iter(values)
+            return region([next(new) if r else x for x, r in zip(leaves, real, strict=True)])
+
+        checkpointed = jax.checkpoint(of_real, policy=policy, prevent_cse=False)
+        out, pullback = jax.vjp(checkpointed, [x for x, r in zip(leaves, real, strict=True) if r])
+        arrays, _, tokens = structure.unflatten(leaves)
+        shards = {id(x) for part in arrays if isinstance(part, tuple) for x in jax.tree.leaves(part)}
+        among = {id(x) for x in tokens}
+        kept = list(enumerate(map(id, jax.tree.leaves(pullback))))
+        noted[:] = [(real, [i for i, x in kept if x not in shards | among], [i for i, x in kept if x in among])]
+        return out, pullback
+
+    def backward(pullback: Any, cotangents: tuple[list[Any], list[Token], list[Token]]) -> tuple[list[Any]]:
+        kept, rebuild = jax.tree.flatten(pullback)
+        (outputs, left, done), (real, values, tokens) = jax.tree.map(instantiated, cotangents), noted[0]
+        inexact = [i for i, x in enumerate(outputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        held, waited = together([kept[i] for i in values], [outputs[i] for i in inexact])
+        for i, x in zip(values, held, strict=True):
+            kept[i] = x
+        for i, x in zip(inexact, waited, strict=True):
+            outputs[i] = x
+        # The first gathers of the recomputation wait for what lies a window behind the end of the region.
+        held, last = together([kept[i] for i in tokens], left[-1:])
+        for i, x in zip(tokens, held, strict=True):
+            kept[i] = x
+        (grads,) = rebuild.unflatten(kept)((outputs, [*left[:-1], *last], done))
+        new = iter(grads)
+        return ([next(new) if r else None for r in real],)
+
+    @jax.custom_vjp
+    def run(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token]]:
+        return region(leaves)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    out, left, done = run(leaves)
+    order.leave(ended[0], left, done)
+    return out
