@@ -75,7 +75,9 @@ def whole_backward(
         def of_trained(values: list[jax.Array]) -> Any:
             new = iter(values)
             merged = [next(new) if t else x for x, t in zip(leaves, trained, strict=True)]
-            return arrays(loss_fn(layout.treedef.unflatten(merged), batch, *rest))
+            # Rebuilt under this trace: Flax NNX refuses to update state whose variables were made outside of it.
+            inputs, more = jax.tree.map(lambda x: x, (batch, rest))
+            return arrays(loss_fn(layout.treedef.unflatten(merged), inputs, *more))
 
         out, vjp = jax.vjp(of_trained, [x for x, t in zip(leaves, trained, strict=True) if t])
 
