@@ -66,7 +66,9 @@ class EmulatedCluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._remove()
 
     def limit(self, megabits_per_second: float) -> None:

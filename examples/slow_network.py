@@ -6,9 +6,9 @@
 Each node is a network namespace with one process, whose devices are simulated on the CPU; what goes between nodes goes
 over a link limited to the stated bandwidth. The same small GPT is trained by stage 3 and by each technique of ZeRO++; a
 table and a picture show the time of a step, and the bytes out of each node, counted by the network interface, beside
-what zerojax predicts (the interface counts protocol headers too; XLA's CPU backend sums bfloat16 gradients in float32
-on the wire, which the prediction allows for). Compute and codec run on the CPU's cores, which all nodes share here: on
-GPUs they cost far less, so that a technique pays at higher bandwidths than in this table.
+what zerojax predicts for GPUs (the interface counts protocol headers too, and XLA's CPU backend sends the sums of
+bfloat16 gradients in float32, twice the predicted bytes of that part). Compute and codec run on the CPU's cores, which
+all nodes share here: on GPUs they cost far less, so that a technique pays at higher bandwidths than in this table.
 """
 
 import argparse
@@ -104,11 +104,11 @@ def predicted_bytes(layout: Any, loss_fn: Any, example: Any) -> int:
     """Bytes out of each node in one step: as many as come in."""
     import jax
 
+    import zerojax
     from zerojax.gather.uses import leaf_uses
-    from zerojax.planner.traffic import predict_traffic
 
     jaxpr = jax.make_jaxpr(loss_fn)(layout.logical_shapes(), example)
-    return sum(move.node_bytes for move in predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves))))
+    return sum(move.node_bytes for move in zerojax.predict_traffic(layout, leaf_uses(jaxpr, len(layout.leaves))))
 
 
 def measure(flags: argparse.Namespace, cluster: EmulatedCluster, variant: str) -> dict[str, Any]:

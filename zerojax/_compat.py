@@ -107,6 +107,27 @@ def custom_vjp_rule(eqn: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, backward
 
 
+def closes_over_values(jaxpr: Any) -> bool:
+    """Whether a function with a derivative of its own, anywhere in the jaxpr, closes over values of the program.
+
+    Its rule may then close over them too, as Python functions do: it can run only while they are being traced.
+    """
+    inner, _ = open_jaxpr(jaxpr)
+    return any(
+        (eqn.primitive.name.startswith(("custom_vjp_call", "custom_jvp_call")) and eqn.params.get("num_consts", 0) > 0)
+        or any(map(closes_over_values, sub_jaxprs(eqn)))
+        for eqn in inner.eqns
+    )
+
+
+def with_consts_as_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """An open jaxpr whose first inputs are the constants of the one given, and the values of these."""
+    from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
+
+    inner, consts = open_jaxpr(jaxpr)
+    return convert_constvars_jaxpr(inner), consts
+
+
 def manual_axes() -> frozenset[str]:
     """The mesh axes that `shard_map` has split this part of the program over."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
