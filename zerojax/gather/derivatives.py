@@ -72,9 +72,7 @@ def _rule_of_jvp(e: Equation) -> tuple[Forward, Backward]:
 def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
     """The equation with `forward` and `backward`, traced on whole shapes, evaluated in stored form."""
     flat, rebuild = disassemble([x.without_gradient() if isinstance(x, Stored) else x for x in e.inputs])
-    accumulators = [
-        x.gradient_holder() if isinstance(x, Stored) and x.grad_accumulator is not None else None for x in e.inputs
-    ]
+    accumulators = [x.gradient_holder() if isinstance(x, Stored) else None for x in e.inputs]
     rebuild_residuals: list[Rebuild] = []
 
     def primal(flat: list[Any], accumulators: list[Any]) -> list[jax.Array]:

@@ -132,7 +132,7 @@ def while_rule(e: Equation) -> list[Any]:
     flat, rebuild = disassemble([*held[: loop.consts], *(x for x, m in zip(carry, moving, strict=True) if not m)])
     axes = next(p.placement.axes for x in held for p in params_of(x))
 
-    accumulators = [p.grad_accumulator for x in inputs for p in params_of(x)]
+    accumulators = [p.gradient_holder() for x in inputs for p in params_of(x)]
 
     def run(first: list[Any], flat: list[Any], of_cond: list[Any], accumulators: list[Any]) -> list[Any]:
         def goes_on(carried: list[Any], scope: Scope) -> jax.Array:

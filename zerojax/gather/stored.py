@@ -201,10 +201,9 @@ class Stored:
         move = self.scope.collectives.gather_secondary if self.is_secondary else self.scope.collectives.gather
         return self._seen(move(shard, self.placement))
 
-    def gradient_holder(self) -> jax.Array:
-        """Full-shaped zeros under the view: what the gradient of this use is the cotangent of."""
-        assert self.grad_accumulator is not None
-        return self._seen(self.grad_accumulator.zeros)
+    def gradient_holder(self) -> jax.Array | None:
+        """Full-shaped zeros under the view: what the gradient of this use is the cotangent of; None: none is wanted."""
+        return None if self.grad_accumulator is None else self._seen(self.grad_accumulator.zeros)
 
     def _seen(self, full: jax.Array) -> jax.Array:
         for op in self.view:
