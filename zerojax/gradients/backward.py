@@ -84,7 +84,8 @@ def whole_backward(
         def pullback(cotangent: Any) -> Pulled:
             new = iter(vjp(cotangent)[0])
             grads = [next(new) if t else None for t in trained]
-            return *(reduce_all(grads, feedback) if each else (grads, feedback)), None
+            grads, lost = reduce_all(grads, feedback) if each else (grads, feedback)
+            return grads, lost, None
 
         return out, pullback
 
