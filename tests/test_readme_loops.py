@@ -131,14 +131,14 @@ def test_batch_statistics_of_an_nnx_model_follow_its_own_loop():
     here = names(**{**THEIRS["Flax NNX"], "Model": NormalisedModel})
     exec(theirs.split("# the same model")[0], here)
     want = nnx.state(here["model"], nnx.BatchStat)
-    model, step = statistics.split("# and in the loop of all frameworks\n")
+    model, step = statistics.split("# and in the loop of all frameworks: step(state, batch, key)\n")
     (ours,) = blocks("All of them")
     exec(model, here)
     exec(ours.split("step =")[0].replace("make_mesh()", "make_mesh(1, 1, jax.devices()[:1])"), here)
     exec(step, here)
     state = here["state"]
     for batch in here["batches"]:
-        state, metrics = here["step"](state, batch)
+        state, metrics = here["step"](state, batch, here["key"])
     np.testing.assert_allclose(metrics["loss"], here["loss"], rtol=FLOAT32)
     assert models.largest_error(state.model_state, want) < FLOAT32
     assert not np.allclose(state.model_state["norm"]["mean"][...], 0)
