@@ -169,7 +169,8 @@ def jax_line() -> tuple[int, int]:
     >>> (0, 10) <= jax_line()
     True
     """
-    return jax.__version_info__[:2]
+    major, minor, *_ = jax.__version_info__
+    return major, minor
 
 
 def has_explicit_axes(mesh: jax.sharding.Mesh) -> bool:
@@ -186,9 +187,9 @@ def coordination_client() -> Any | None:
 
 def versions() -> str:
     """The versions of JAX and its compiler, for comparing processes."""
-    import jaxlib
+    import jaxlib.version
 
-    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    return f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}"
 
 
 def preemption_notice(client: Any, seconds: float) -> bool:
