@@ -17,7 +17,7 @@ import os, sys
 import jax
 RANK, COUNT, PORT = (int(os.environ[name]) for name in ("RANK", "COUNT", "PORT"))
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, RANK, heartbeat_timeout_seconds=10)
+jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, RANK, heartbeat_timeout_seconds=HEARTBEAT)
 """
 
 
@@ -27,13 +27,17 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(script: str, count: int, devices: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """The processes, each with so many simulated devices; stdout and stderr are one pipe."""
+def start(script: str, count: int, devices: int, *arguments: str, heartbeat: int = 60) -> list[subprocess.Popen[str]]:
+    """The processes, each with so many simulated devices; stdout and stderr are one pipe.
+
+    A process that does not answer for `heartbeat` seconds counts as dead: long, for machines that are busy.
+    """
+    begin = START.replace("HEARTBEAT", str(heartbeat))
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     port = free_port()
     return [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", START + script, *arguments],
+            [sys.executable, "-W", "ignore", "-c", begin + script, *arguments],
             env={
                 **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_NUM_CPU_DEVICES": str(devices),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),

@@ -40,7 +40,7 @@ def test_when_one_of_three_is_killed_the_others_end_and_two_go_on_with_the_same_
     from etils import epath
 
     folder = tmp_path / "run"
-    job = processes.start(RUN, 3, 1, str(folder), "0.5")
+    job = processes.start(RUN, 3, 1, str(folder), "0.5", heartbeat=10)
     processes.wait_until(lambda: bool(steps_in(epath.Path(folder))), job)
     job[2].kill()
     start = time.monotonic()

@@ -50,7 +50,8 @@ class GradAccumulator:
         return zeros
 
     def _expand(self, tokens: list[Token]) -> tuple[jax.Array, list[Token]]:
-        collectives, fed_back, placement = self._collectives, self._fed_back, self._placement
+        # The rules below outlive the trace in its equations: they must not hold on to its arrays, as `self` does.
+        collectives, fed_back, placement, mark = self._collectives, self._fed_back, self._placement, object()
 
         @jax.custom_vjp
         def expand(grad_input: jax.Array, feedback: jax.Array | None, tokens: list[Token]) -> tuple[Any, list[Token]]:
@@ -63,7 +64,7 @@ class GradAccumulator:
             cotangent, tokens = cotangents
             if feedback is None:
                 reduced, lost = collectives.reduce(cotangent, placement), None
-            elif fed_back.setdefault(placement.path, self) is not self:
+            elif fed_back.setdefault(placement.path, mark) is not mark:
                 raise ValueError(
                     f"error_feedback: the gradient of params{placement.path} is reduced in more than one place (inside "
                     "and outside a loop, or in two dtypes), and its feedback can enter only one; turn error_feedback "

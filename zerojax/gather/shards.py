@@ -158,7 +158,8 @@ def stack_rule(e: Equation) -> list[Any]:
 def _with_leading_dim(placement: Placement, extent: int) -> Placement:
     assert placement.dim is not None
     shape, spec = (extent, *placement.shape), (None, *placement.spec)
-    return dataclasses.replace(placement, shape=shape, dim=placement.dim + 1, spec=spec)
+    joined = dataclasses.replace(placement, shape=shape, dim=placement.dim + 1, spec=spec)
+    return joined if placement.is_quantized else joined.unquantized()  # a bias is no matrix under a further dim
 
 
 def _only_cast(param: Stored) -> bool:
