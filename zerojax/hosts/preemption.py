@@ -7,6 +7,7 @@ with its peers on a step that none has passed. Asking costs no message. In a sin
 
 from __future__ import annotations
 
+import atexit
 import functools
 import signal
 import threading
@@ -20,6 +21,9 @@ from zerojax.hosts.agreement import exchange
 # "Try again later" of sysexits.h: a scheduler tells by it that the job is to be started again.
 REQUEUE_STATUS = 75
 _noticed = threading.Event()
+_leaving = threading.Event()
+# How long one question to the coordination service lasts, and so the longest that the end of the process waits.
+_PATIENCE = 2.0
 _points: list[StopPoint] = []
 
 
@@ -59,14 +63,23 @@ def _watch() -> None:
     """Starts to listen, once for the process."""
     client = _compat.coordination_client()
     if client is not None and jax.process_count() > 1:
-        threading.Thread(target=_wait_for_notice, args=(client,), name="zerojax-preemption", daemon=True).start()
+        thread = threading.Thread(target=_wait_for_notice, args=(client,), name="zerojax-preemption", daemon=True)
+        thread.start()
+        atexit.register(_leave, thread)
     elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: _noticed.set())
 
 
+def _leave(thread: threading.Thread) -> None:
+    """Lets the thread end first: one that returns from C++ into an interpreter that is gone aborts the process."""
+    _leaving.set()
+    thread.join(2 * _PATIENCE)
+
+
 def _wait_for_notice(client: Any) -> None:
-    while not _compat.preemption_notice(client, seconds=60):
-        pass
+    while not _compat.preemption_notice(client, seconds=_PATIENCE):
+        if _leaving.is_set():
+            return
     _noticed.set()
     done = 0
     while done < len(_points):
