@@ -7,6 +7,7 @@ mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from zerojax.collectives.quantized import Pair, quantized_gradients, quantized_w
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import other_axes
 from zerojax.layout.placement import Placement
+
+Move = Callable[[jax.Array, Placement], jax.Array]
 
 
 def layout_collectives(layout: Layout) -> Collectives:
@@ -36,27 +39,19 @@ def layout_collectives(layout: Layout) -> Collectives:
 def _with_derivatives(moves: Collectives, others: tuple[str, ...]) -> Collectives:
     """The same movements with the derivatives of the unquantised ones; what is fed back has none."""
 
-    def gather(shard: jax.Array, placement: Placement) -> jax.Array:
-        @jax.custom_jvp
-        def moved(shard: jax.Array) -> jax.Array:
-            return moves.gather(shard, placement)
+    def straight_through(move: Move, linear: Callable[..., jax.Array]) -> Move:
+        def with_derivative(x: jax.Array, placement: Placement) -> jax.Array:
+            @jax.custom_jvp
+            def moved(x: jax.Array) -> jax.Array:
+                return move(x, placement)
 
-        @moved.defjvp
-        def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return moved(*primals), gather_linearly(tangents[0], placement, others)
+            @moved.defjvp
+            def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+                return moved(*primals), linear(tangents[0], placement, others)
 
-        return moved(shard)
+            return moved(x)
 
-    def reduce(full: jax.Array, placement: Placement) -> jax.Array:
-        @jax.custom_jvp
-        def moved(full: jax.Array) -> jax.Array:
-            return moves.reduce(full, placement)
-
-        @moved.defjvp
-        def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return moved(*primals), reduce_linearly(tangents[0], placement, others)
-
-        return moved(full)
+        return with_derivative
 
     def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
         @jax.custom_jvp
@@ -70,7 +65,11 @@ def _with_derivatives(moves: Collectives, others: tuple[str, ...]) -> Collective
 
         return moved(full, feedback)
 
-    return moves._replace(gather=gather, reduce=reduce, reduce_with_feedback=reduce_with_feedback)
+    return moves._replace(
+        gather=straight_through(moves.gather, gather_linearly),
+        reduce=straight_through(moves.reduce, reduce_linearly),
+        reduce_with_feedback=reduce_with_feedback,
+    )
 
 
 def has_secondary(layout: Layout) -> bool:

@@ -129,9 +129,8 @@ def staged_backward(
             scope = layout_scope(layout, reduces=not deferred, order=order)
             parts = zip(held, grad_inputs, feedback, strict=True)
             args = [_entered(*part, scope) for part in parts]
-            traced = trace_for(loss_fn, layout, jaxpr, batch, rest)
-            inputs, same = traced.arguments(args, batch, rest)
-            out = out_tree.unflatten(evaluate_plain(traced.jaxpr, inputs, scope, same))
+            program, inputs, same = program_of(loss_fn, layout, jaxpr, args, batch, rest)
+            out = out_tree.unflatten(evaluate_plain(program, inputs, scope, same))
             return arrays(out), [] if order is None else [order.behind()]
 
         grad_inputs = [_grad_input(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
@@ -185,9 +184,8 @@ def forward(fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], bat
     order = _order(layout, [zero_token(), zero_token()])
     scope = layout_scope(layout, forward_only=True, order=order)
     held = [scope.enter(x, None, p) if is_stored(p, layout) else x for x, p in zip(leaves, layout.leaves, strict=True)]
-    traced = trace_for(fn, layout, jaxpr, batch, rest)
-    inputs, same = traced.arguments(held, batch, rest)
-    out = arrays(out_tree.unflatten(evaluate_plain(traced.jaxpr, inputs, scope, same)))
+    program, inputs, same = program_of(fn, layout, jaxpr, held, batch, rest)
+    out = arrays(out_tree.unflatten(evaluate_plain(program, inputs, scope, same)))
     return out if order is None else reading(out, order.behind())
 
 
@@ -217,39 +215,22 @@ def trace(fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any) -> tup
     return jaxpr, jax.tree.structure(shape)
 
 
-class Traced(NamedTuple):
-    """A function traced on logical parameters, ready for the evaluator.
+def program_of(
+    fn: Callable[..., Any], layout: Layout, jaxpr: Any, leaves: list[Any], batch: Tree, rest: Any
+) -> tuple[Any, list[Any], list[bool]]:
+    """What to evaluate: a jaxpr of `fn`, its inputs, and for each whether it is the same on every device.
 
-    Attributes:
-        jaxpr: the open or closed jaxpr; its inputs are those of `arguments`.
-        arguments: (parameters, batch, rest) -> its inputs, and for each whether it is the same on every device.
-    """
-
-    jaxpr: Any
-    arguments: Callable[[list[Any], Tree, Any], tuple[list[Any], list[bool]]]
-
-
-def trace_for(fn: Callable[..., Any], layout: Layout, jaxpr: Any, batch: Tree, rest: Any) -> Traced:
-    """The trace of `fn` as it is, or anew with the inputs closed over, where that is what its own derivatives need.
-
-    The rule of a `custom_vjp` may close over the batch. In a jaxpr that batch is an input that is gone once it has been
-    traced; traced with the batch at hand in its place, the rule finds values that are alive while the jaxpr is run.
+    The rule of a `custom_vjp` may close over the batch. In `jaxpr`, the trace of `fn`, that batch is an input that is
+    gone once it has been traced; traced anew with the batch at hand in its place, the rule finds values that are alive
+    while it is run.
     """
     if not _compat.closes_over_values(jaxpr):
-
-        def given(leaves: list[Any], batch: Tree, rest: Any) -> tuple[list[Any], list[bool]]:
-            return [*leaves, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
-
-        return Traced(jaxpr, given)
+        return jaxpr, [*leaves, *jax.tree.leaves((batch, rest))], _replicated_inputs(layout, batch, rest)
     again = jax.make_jaxpr(lambda p: fn(p, batch, *rest))(layout.logical_shapes())
     opened, consts = _compat.with_consts_as_inputs(again)
-
-    def closed_over(leaves: list[Any], batch: Tree, rest: Any) -> tuple[list[Any], list[bool]]:
-        own = {id(x) for x in jax.tree.leaves(rest) if not _compat.is_prng_key(x)}
-        same = [id(x) in own or not _compat.is_traced(x) for x in consts]
-        return [*consts, *leaves], [*same, *(True for _ in leaves)]
-
-    return Traced(opened, closed_over)
+    own = {id(x) for x in jax.tree.leaves(rest) if not _compat.is_prng_key(x)}
+    same = [id(x) in own or not _compat.is_traced(x) for x in consts]
+    return opened, [*consts, *leaves], [*same, *(True for _ in leaves)]
 
 
 def layout_scope(
