@@ -18,8 +18,8 @@ import jax
 import optax
 
 from zerojax.gather.uses import LeafUse
-from zerojax.gradients.wire import init_wire_state
 from zerojax.gradients.inputs import local_shapes
+from zerojax.gradients.wire import init_wire_state
 from zerojax.hlo.program import MemoryFigures
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement

@@ -65,7 +65,7 @@ def make_train_step(
         loss_scale: dynamic loss scaling: a `DynamicScale`, or the profile "float16" (its defaults) or "bfloat16"
             (none); with `TrainState.create(..., loss_scale=)` of the same rule. A step that overflows is skipped.
         on_nonfinite: what becomes of a step whose loss or gradient is not finite on any device. "ignore" applies it.
-            "skip" leaves parameters, optimizer state, error feedback and model state as they were, bit for bit. "raise" does
+            "skip" leaves parameters, optimizer state, feedback and model state as they were, bit for bit. "raise" does
             so too, does the same in all steps after it, and raises `NonFiniteError` two calls later (the host is not
             made to wait for the step that it has just started) or in `TrainState.check()`; the state in hand is then
             that before the step that failed. With loss scaling, "raise" stops only at an overflow that would lower a
