@@ -27,6 +27,9 @@ class WireState(NamedTuple):
     Attributes:
         feedback: what each leaf's last quantised reduction lost between nodes: global shape (nodes, *padded shape),
             bfloat16; device (node, local) holds the loss of its node in the chunk that it reduces.
+
+    >>> WireState().feedback is None
+    True
     """
 
     feedback: Tree = None
