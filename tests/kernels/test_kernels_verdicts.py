@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import sys
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,9 @@ import pallas_kernels as pk
 import zerojax
 from pallas_kernels import _compat, backend, choice, selfcheck
 from pallas_kernels.variants import Variant
+
+sys.path.append(str(Path(__file__).parents[1] / "hosts"))
+from processes import finish, start
 
 GPU = choice.Probe("a GPU of the tests", "1.0", (1 << 14, 1 << 15), {"implementation": "mosaic_gpu", "interpret": True})
 LEAF = Variant("quantize", INT8, "float32")
@@ -238,6 +243,24 @@ def test_the_first_process_decides_for_all(taken, job, monkeypatch):
     shared.clear()
     with pytest.raises(RuntimeError, match=r"the first process has not said.*PALLAS_KERNELS"):
         takes_kernels()
+
+
+def test_real_processes_with_other_clocks_and_other_environments_choose_alike(tmp_path):
+    script = f"""
+import os
+from pallas_kernels import choice, selfcheck
+choice.probe = lambda: choice.Probe("a GPU of the tests", "1.0")
+selfcheck.check = lambda variant, device: choice.Verdict(RANK == 0, "timed", 0.9 + RANK)
+os.environ["PALLAS_KERNELS_CACHE"] = {str(tmp_path)!r} + f"/{{RANK}}.json"
+first = choice.takes_kernel("one")
+os.environ["PALLAS_KERNELS"] = "auto" if RANK == 0 else "never"
+choice.prefer_kernels(None)
+print("chose", first, choice.takes_kernel("two"), os.path.exists(os.environ["PALLAS_KERNELS_CACHE"]))
+"""
+    (first, said), (second, heard) = finish(start(script, 2, 1))
+    assert (first, second) == (0, 0), said + heard
+    assert "chose True True True" in said
+    assert "chose True True False" in heard  # the first process alone checks, and keeps what it found
 
 
 @pytest.mark.parametrize(("first", "other"), [("never", "always"), ("always", "never"), ("never", "auto")])

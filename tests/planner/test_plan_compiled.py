@@ -282,8 +282,8 @@ def test_a_batch_of_given_size_is_cut_into_the_largest_microbatches_that_fit():
 def test_more_microbatches_are_tried_where_the_batch_is_free():
     loss, params, batch, tx = stack_workload()
     found = find_fastest(
-        Workload(loss, params, batch, tx), [ZeroConfig(stage=3)], microbatches=3, num_nodes=1, devices_per_node=2,
-        target=dataclasses.replace(load_target("h100"), memory_bytes=60_000_000), usable=1.0,
+        Workload(loss, params, batch, tx), [ZeroConfig(stage=3)], microbatches=3, num_nodes=1, usable=1.0,
+        target=dataclasses.replace(load_target("h100"), memory_bytes=150_000_000),
     )  # fmt: skip
     assert sorted(one.microbatches for one in found) == [1, 3]
     assert found[0].microbatches == 3  # one update for three times the examples

@@ -3,7 +3,8 @@
 A buffer lives from the instruction that writes it to the last one that reads it; the peak is the largest sum of what
 lives at one moment, loop bodies at the moment of their loop. Values that the compiler must keep in one place (a loop's
 state, an update in place, the parts of a tuple) are one buffer. What is counted are temporaries: neither arguments nor
-results. The compiler's own figure is a little higher, since its buffers lie at addresses, between which gaps stay.
+results, nor what lies in host memory. The compiler's own figure differs by a few percent: its buffers lie at addresses,
+between which gaps stay.
 
 A fused kernel, as of attention, keeps on the chip what the compiled program has in memory between its operations:
 `memory_within` says how many bytes the peak is lower without them.
@@ -185,7 +186,7 @@ def _results(line: Instruction, taken: list[list[int]], new: Callable[[int], int
     if opcode in _IN_PLACE and taken:
         return taken[0]
     if opcode == "copy-start" and line.shapes:
-        return [new(line.shapes[0].num_bytes)]
+        return [new(0 if line.shapes[0].on_host else line.shapes[0].num_bytes)]
     # A start's results stand behind its operands, and before contexts of a few bytes.
     held = len(given) if opcode.endswith("-start") and len(line.shapes) > len(given) else 0
     placed = within.updated(line) if opcode in ("fusion", "fusion-start") else {}
@@ -193,5 +194,5 @@ def _results(line: Instruction, taken: list[list[int]], new: Callable[[int], int
     for number, shape in enumerate(line.shapes[held:]):
         operand = placed.get(number)
         is_placed = operand is not None and operand < len(taken) and taken[operand]
-        found.append(taken[operand][0] if is_placed else new(shape.num_bytes))  # type: ignore[index]
+        found.append(taken[operand][0] if is_placed else new(0 if shape.on_host else shape.num_bytes))  # type: ignore[index]
     return found

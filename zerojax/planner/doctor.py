@@ -95,7 +95,7 @@ def examine(
         if mesh.shape[axis] == 1:
             unknown.append(f"bandwidth over {axis!r}: there is one device along it; run it on all nodes of the job")
     copy = measure_copy((256 << 20) if on_gpu else (4 << 20))
-    kernels = _kernels(unknown)
+    kernels = _kernels(copy, unknown)
     problems += [f"kernel {name}: {one['reason']}" for name, one in kernels.items() if one["faulty"]]
     return {
         "software": software,
@@ -174,8 +174,8 @@ def _memory(unknown: list[str]) -> dict[str, Any]:
     return {"host_free": int(free[1]) * 1024 if free else None, "pinned": "pinned_host" in kinds, "device": limit}
 
 
-def _kernels(unknown: list[str]) -> dict[str, dict[str, Any]]:
-    """The verdicts on the variants that the default formats use."""
+def _kernels(copy: float, unknown: list[str]) -> dict[str, dict[str, Any]]:
+    """The verdicts on the variants that the default formats use, with their share of a device copy's bandwidth."""
     weights, inside, between = WEIGHT_FORMATS["int8"], GRADIENT_FORMATS["int8"], GRADIENT_FORMATS["int4"]
     wanted = (
         Variant("quantize", weights, "bfloat16", slices=True),
@@ -184,6 +184,9 @@ def _kernels(unknown: list[str]) -> dict[str, dict[str, Any]]:
         Variant("sum", between, "float32", source=between, count=2),
     )
     found = {str(variant): dataclasses.asdict(pallas_kernels.verdict(variant)) for variant in wanted}
+    for one in found.values():
+        rate = one["bytes_per_second"]
+        one["of_a_copy"] = None if rate is None else rate / copy
     if not any(one["ratio"] or one["faulty"] for one in found.values()):
         unknown.append("whether the Pallas kernels are equal and faster: there is no GPU here to check them on")
     return found
@@ -233,7 +236,10 @@ def in_words(found: Mapping[str, Any]) -> str:
         speed = f"{rate['bytes_per_second'] / 1e9:10.3f} GB/s into each device, {rate['seconds'] * 1e6:9.0f} us"
         right = "values right" if rate["is_right"] else "VALUES WRONG"
         lines.append(f"{rate['axis']:10} {rate['kind']:15}{rate['size'] / 1e6:10.3f} MB {speed}, {right}")
-    lines += [f"Kernel     {name}: {one['reason']}" for name, one in found["kernels"].items()]
+    for name, one in found["kernels"].items():
+        rate = one["bytes_per_second"]
+        moved = "" if rate is None else f", {rate / 1e9:.0f} GB/s, {one['of_a_copy']:.0%} of a copy"
+        lines.append(f"Kernel     {name}: {one['reason']}{moved}")
     if plan := found["plan"]:
         lines.append(f"Plan       {plan['model']} on {plan['target']} with these bandwidths: {plan['recommendation']}")
         lines += [f"           {advice}" for advice in plan["techniques"].values()]
