@@ -83,9 +83,9 @@ def find_fastest(
 ) -> list[Candidate]:
     """Tries configurations at the largest microbatch that fits each, with and without activation checkpointing.
 
-    More microbatches in a step leave the same update and the same gathers between nodes to more examples, so that a
-    step of a free batch is never slower by them: one, and the most that are allowed, are tried. Of a batch of given
-    size the largest microbatches that divide it are tried, and as many of them as it holds.
+    More microbatches in a step share an update, and with hpZ the gathers between nodes, but their gradients have to be
+    summed: of a free batch one, and the most that are allowed, are tried. Of a batch of given size the largest
+    microbatches that divide it are tried, and as many of them as it holds.
 
     Args:
         make: the workload; or a function that makes it with activation checkpointing (True) or without.
