@@ -72,11 +72,11 @@ def _target_from_facts(facts: dict[str, Any], path: Path) -> GpuTarget:
         right = (
             isinstance(value, str) if wanted is str else isinstance(value, int | float) and not isinstance(value, bool)
         )
-        least = 0 if getattr(GpuTarget, name, None) == 0 else 1  # what may be none, by its default
-        small = wanted is not str and (value < 0 or (least and value == 0))
+        may_be_none = getattr(GpuTarget, name, None) == 0  # by its default
+        small = right and wanted is not str and not (value > 0 or (may_be_none and value == 0))
         if not right or small or (wanted is int and value != int(value)):
             kind = getattr(wanted, "__name__", wanted)
-            raise ValueError(f"GPU file {path}: {name} = {value!r} must be a {'positive ' if least else ''}{kind}")
+            raise ValueError(f"GPU file {path}: {name} = {value!r} must be a {'' if may_be_none else 'positive '}{kind}")
         known[name] = wanted(value)
     return GpuTarget(**known)
 
