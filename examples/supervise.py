@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Ends of a process that say that its host is gone: killed, by a shell's count, and ssh without a connection.
 LOST = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL, 255})
@@ -60,7 +60,7 @@ class Supervisor:
     ) -> None:
         self.hosts, self._command = list(hosts), list(command)
         self._fewest, self._restarts, self._patience, self._port = fewest, restarts, patience, port
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[Any]] = []
         self._stopped = False
 
     def run(self) -> int:
@@ -90,6 +90,10 @@ class Supervisor:
         for process in self._processes:
             process.terminate()
 
+    def start(self, words: list[str]) -> subprocess.Popen[Any]:
+        """Starts the process of one host."""
+        return subprocess.Popen(words)
+
     def _run_once(self, attempt: int) -> list[End]:
         coordinator = f"{self.hosts[0]}:{_free_port() if LOCAL >= set(self.hosts) else self._port + attempt}"
         for rank, host in enumerate(self.hosts):
@@ -97,7 +101,7 @@ class Supervisor:
             words = self._command
             for name, value in values.items():
                 words = [word.replace(f"{{{name}}}", str(value)) for word in words]
-            self._processes.append(subprocess.Popen(words))
+            self._processes.append(self.start(words))
         if self._stopped:  # while they were being started
             self.stop()
         try:

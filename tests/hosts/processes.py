@@ -1,5 +1,6 @@
 """Starts a script as several real processes of one job on this machine."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -55,6 +56,36 @@ def start(script: str, count: int, devices: int, *arguments: str, heartbeat: int
         )
         for rank in range(count)
     ]  # fmt: skip
+
+
+class Forked:
+    """A process with the interface of `Popen`, forked from one that has imported everything: a fifth of the work."""
+
+    _context = multiprocessing.get_context("forkserver")
+    _context.set_forkserver_preload(["jax", "zerojax", "optax", "orbax.checkpoint", "models"])
+
+    def __init__(self, script: str, environment: dict[str, str], arguments: list[str]) -> None:
+        before = dict(os.environ)
+        os.environ.update(environment)  # of the server, which starts with the first process
+        try:
+            self._process = self._context.Process(target=_run, args=(START + script, environment, arguments))
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self.terminate, self.kill, self.wait = self._process.terminate, self._process.kill, self._process.join
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+
+def _run(script: str, environment: dict[str, str], arguments: list[str]) -> None:
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    exec(compile(script.replace("HEARTBEAT", "60"), "job", "exec"), {})
 
 
 def finish(processes: list[subprocess.Popen[str]], seconds: float = 200) -> list[tuple[int, str]]:
