@@ -1,10 +1,11 @@
 """Starts a job on a list of hosts, and starts it again on those that remain when one is lost, from the last saved step.
 
-    python examples/supervise.py --hosts a,b,c,d -- ssh {host} cd /code '&&' python examples/train_gpt.py --skip-plain \
-        --checkpoint /shared/run --coordinator {coordinator} --num-processes {count} --process-id {rank}
+    python examples/supervise.py --hosts a,b,c,d -- ssh {host} cd /code '&&' python examples/train_gpt.py \
+        --skip-plain --checkpoint /shared/run --batch 96 \
+        --coordinator {coordinator} --num-processes {count} --process-id {rank}
 
 runs the command once for each host. A host is lost when its process was killed (-9, 137), cannot be reached any more
-(255, of ssh), or still hangs `--patience` seconds after the others have ended. Then the job starts anew with one process
+(255, of ssh), or still hangs `--patience` seconds after the others ended. Then the job starts anew with one process
 less: its program makes the mesh of the devices that there are (7 x 8 instead of 8 x 8), restores the last whole step,
 and goes on with the same batches, provided that the rows of a batch divide over every number of devices that may
 remain. A failure that loses no host is tried again on all of them. SIGTERM is handed on to the processes, which save
@@ -95,7 +96,7 @@ class Supervisor:
         return subprocess.Popen(words)
 
     def _run_once(self, attempt: int) -> list[End]:
-        coordinator = f"{self.hosts[0]}:{_free_port() if LOCAL >= set(self.hosts) else self._port + attempt}"
+        coordinator = f"{self.hosts[0]}:{_free_port() if set(self.hosts) <= LOCAL else self._port + attempt}"
         for rank, host in enumerate(self.hosts):
             values = {"host": host, "coordinator": coordinator, "count": len(self.hosts), "rank": rank}
             words = self._command

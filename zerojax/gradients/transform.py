@@ -197,6 +197,7 @@ def gradient_function(
         in_specs = (param_specs, batch_specs, rest_specs, lost_specs, everywhere)
         out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, lost_specs, everywhere)  # type: ignore[arg-type]
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        batch = batches.compared(batch, layout, "value_and_grad")
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = compiled_once(run_locally, params, batch, rest, lost, _whole(loss_scale, layout))
         return out._replace(
@@ -254,7 +255,7 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
         return compiled_once(
             _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs),
             batches.not_differentiated(params, _APPLY_IS_FORWARD),
-            batches.on_mesh(batch, batch_specs, layout),
+            batches.on_mesh(batches.compared(batch, layout, "apply"), batch_specs, layout),
             batches.on_mesh(rest, rest_specs, layout),
         )
 
