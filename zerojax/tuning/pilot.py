@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -51,6 +51,8 @@ def pilot(
     steps: int = 20,
     gradient_batches: int = 4,
     least_gain: float = 0.02,
+    techniques: Mapping[str, Mapping[str, Any]] | None = None,
+    alone: bool = False,
     microbatches: int = 1,
     has_aux: bool = False,
     weighted: bool = False,
@@ -75,6 +77,8 @@ def pilot(
         steps: of each short run; the first two are not timed.
         gradient_batches: batches on which gradients are compared, at the parameters given.
         least_gain: share of the step that a technique must save to stay.
+        techniques: what to try: fields of `ZeroConfig` by a name for the table; None: those of ZeRO++.
+        alone: try each on top of the present configuration and keep none: for a table of what each does.
         microbatches: as for `make_train_step`.
         has_aux: as for `make_train_step`.
         weighted: as for `make_train_step`.
@@ -94,9 +98,9 @@ def pilot(
     >>> config = zerojax.ZeroConfig(min_shard_size=0, min_quantize_size=0)
     >>> loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
     >>> report = zerojax.pilot(loss, {"w": jnp.ones((64, 64))}, optax.sgd(0.1), [jnp.ones((8, 64))],
-    ...     config=config, mesh=mesh, steps=4)
+    ...     config=config, mesh=mesh, steps=4, techniques={"int8 gathers": {"quantize_weights": "int8"}})
     >>> [trial.name for trial in report.trials]
-    ['exact', 'int8 weight gathers', 'secondary partition', 'quantised gradients']
+    ['exact', 'int8 gathers']
     """
     mesh = make_mesh() if mesh is None else mesh
     present = ZeroConfig() if config is None else config
@@ -135,14 +139,17 @@ def pilot(
         run, error = attempt("present", present, measure_exposed=True)
         trials.append(_trial("present", present, run, error, exact, kept=True, why="the configuration given"))
         best, best_config = run, present
-    for name, fields in TECHNIQUES.items():
-        fields = _fitting(fields, present)
-        tried = dataclasses.replace(best_config, **fields)
-        if reason := _no_effect(name, best_config, mesh):
+    for name, fields in (TECHNIQUES if techniques is None else techniques).items():
+        try:
+            tried = dataclasses.replace(best_config, **_fitting(fields, present))
+        except ValueError as error:  # it cannot take effect at this stage or on these axes
+            trials.append(Trial(name, best_config, None, None, None, kept=False, why=str(error)))
+            continue
+        if reason := _no_effect(fields, best_config, tried, mesh):
             trials.append(Trial(name, tried, None, None, None, kept=False, why=reason))
             continue
         run, error = attempt(name, tried, measure_exposed=False)
-        kept, why = _decide(best, run, least_gain)
+        kept, why = (False, "tried alone") if alone else _decide(best, run, least_gain)
         trials.append(_trial(name, tried, run, error, exact, kept=kept, why=why))
         if kept:
             best, best_config = run, tried
@@ -175,22 +182,18 @@ def _decide(before: Run, after: Run, least_gain: float) -> tuple[bool, str]:
     return True, f"saves {share:.0%} of the step"
 
 
-def _fitting(fields: dict[str, Any], present: ZeroConfig) -> dict[str, Any]:
+def _fitting(fields: Mapping[str, Any], present: ZeroConfig) -> dict[str, Any]:
     """The fields for a configuration of one axis: one format, not a pair."""
     pair = fields.get("quantize_gradients")
-    return {"quantize_gradients": pair[0]} if pair and len(present.axes) == 1 else fields
+    single = isinstance(pair, tuple) and len(present.axes) == 1
+    return {**fields, "quantize_gradients": pair[0]} if single and pair else dict(fields)
 
 
-def _no_effect(name: str, config: ZeroConfig, mesh: Mesh) -> str | None:
+def _no_effect(fields: Mapping[str, Any], before: ZeroConfig, tried: ZeroConfig, mesh: Mesh) -> str | None:
     """Why a technique need not be tried."""
-    fields = TECHNIQUES[name]
-    if all(getattr(config, field) for field in fields):
+    if tried == before:
         return "is on already"
-    if config.stage < 3 and "quantize_gradients" not in fields:
-        return f"weights are gathered only at stage 3, and this is stage {config.stage}"
-    if config.stage == 0:
-        return "stage 0 all-reduces full gradients"
-    if "secondary" in fields and (len(config.axes) < 2 or mesh.shape[config.axes[0]] == 1):
+    if "secondary" in fields and mesh.shape[before.axes[0]] == 1:
         return "there is one node"
     return None
 

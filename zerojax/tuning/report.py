@@ -97,7 +97,7 @@ def in_code(config: ZeroConfig) -> str:
     >>> in_code(ZeroConfig(stage=3, quantize_weights="int8"))
     "ZeroConfig(stage=3, quantize_weights='int8')"
     >>> in_code(ZeroConfig(quantize_gradients=QuantFormat(4, 128)))
-    'ZeroConfig(stage=3, quantize_gradients=(QuantFormat(bits=4, block_size=128), QuantFormat(bits=4, block_size=128)))'
+    'ZeroConfig(stage=3, quantize_gradients=(QuantFormat(bits=4), QuantFormat(bits=4)))'
     """
     default = ZeroConfig(stage=config.stage)
     given = {
