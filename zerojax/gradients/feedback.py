@@ -56,7 +56,7 @@ def has_feedback(placement: Placement, layout: Layout) -> bool:
 
 
 def feedback_specs(layout: Layout) -> list[PartitionSpec | None]:
-    """PartitionSpecs over the data axes, per leaf: what `shard_map` is told."""
+    """PartitionSpecs over the data axes, per leaf, for `shard_map`."""
     return [_data_spec(p) if has_feedback(p, layout) else None for p in layout.leaves]
 
 
