@@ -5,8 +5,8 @@ from zerojax.checkpoints.manager import CheckpointManager
 from zerojax.checkpoints.saving import restore, save
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.equation import GatherWarning
-from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
+from zerojax.gradients.wire import WireState, init_wire_state
 from zerojax.hlo.program import expect_collectives, read_program
 from zerojax.hosts.start import distributed
 from zerojax.layout.layout import Layout
@@ -42,6 +42,7 @@ __all__ = [
     "Placement",
     "QuantFormat",
     "TrainState",
+    "WireState",
     "ZeroConfig",
     "ZeroNotice",
     "ZeroState",
@@ -51,7 +52,7 @@ __all__ = [
     "distributed",
     "expect_collectives",
     "export",
-    "init_feedback",
+    "init_wire_state",
     "low_precision_adamw",
     "make_mesh",
     "make_train_step",

@@ -61,10 +61,10 @@ def test_a_deferred_quantised_reduction_loses_what_that_of_one_large_batch_loses
 
     def lost(count):
         grad_fn = zerojax.value_and_grad(models.dense_loss, layout, microbatches=count, accumulation="deferred")
-        _, grads, feedback = jax.jit(grad_fn)(stored, batch, feedback=zerojax.init_feedback(layout))
+        _, grads, wire = jax.jit(grad_fn)(stored, batch, wire=zerojax.init_wire_state(layout))
         grads = jax.tree.leaves(layout.unshard(grads))
         # The first, the last and the stacked matrices lose something between nodes; a stack of vectors does not.
-        assert sum(bool(jnp.any(x != 0)) for x in jax.tree.leaves(feedback)) == 3
+        assert sum(bool(jnp.any(x != 0)) for x in jax.tree.leaves(wire)) == 3
         return [np.linalg.norm(g - e) / np.linalg.norm(e) for g, e in zip(grads, exact, strict=True)]
 
     one, many = lost(1), lost(3)

@@ -18,8 +18,8 @@ import jax
 import optax
 
 from zerojax.gather.uses import LeafUse
-from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.inputs import local_shapes
+from zerojax.gradients.wire import init_wire_state
 from zerojax.hlo.program import MemoryFigures
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
@@ -157,11 +157,12 @@ def plan_memory(
     """
     state = model_state_bytes(layout, tx).per_device
     local, host = _batch_bytes(layout, batch, rest)
+    wire = init_wire_state(layout, abstract=True)
     arguments = {
         "params": state.params,
         "master": state.master,
         "moments": state.moments,
-        "error_feedback": sum(map(_own_bytes, jax.tree.leaves(init_feedback(layout, abstract=True)))),
+        "error_feedback": sum(map(_own_bytes, jax.tree.leaves(wire and wire.feedback))),
         "batch": local + _counter_bytes(layout),
     }
     inside = {"grads": state.grads, "secondary": secondary_bytes(layout, uses)}
@@ -188,7 +189,7 @@ def plan_memory(
 
 
 def _counter_bytes(layout: Layout) -> int:
-    """Bytes of what a train state carries besides parameters, optimizer state and feedback: counters and flags."""
+    """Bytes of what a train state carries besides parameters, optimizer state and the wire's: counters and flags."""
     state = TrainState.create(layout.param_shapes(), zero(optax.identity(), layout))
     return sum(map(_shape_bytes, jax.tree.leaves(state._replace(params=None, opt_state=optax.EmptyState()))))  # type: ignore[arg-type]
 
