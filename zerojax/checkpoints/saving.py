@@ -28,7 +28,7 @@ from zerojax.gradients.wire import init_wire_state
 from zerojax.hosts.agreement import agree, digest, exchange
 from zerojax.layout.checksums import checksums as checksums_of
 from zerojax.layout.facts import layout_facts
-from zerojax.layout.host_arrays import place_whole
+from zerojax.layout.host_arrays import place_in_full
 from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice
 from zerojax.training.loss_scaling import DynamicScale
@@ -136,7 +136,7 @@ def restore(
     Raises:
         FileNotFoundError: no checkpoint is there.
         ValueError: it is of another model, optimizer or dtype: what differs is named by key path, shape and dtype; it
-            is damaged (what is missing, shorter or of another checksum is named, and which steps are whole); the
+            is damaged (what is missing, shorter or of another checksum is named, and which steps are complete); the
             processes do not see the same.
         ImportError: Orbax is not installed.
 
@@ -164,7 +164,7 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
     """Reads one checkpoint; all processes raise if one of them cannot.
 
     Raises:
-        DamagedCheckpoint: it is not whole, or its values are not those that were saved.
+        DamagedCheckpoint: it is not complete, or its values are not those that were saved.
         ValueError: as `restore`.
     """
     about, problem = {}, None
@@ -285,7 +285,7 @@ def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
 
 
 def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
-    return place_whole(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
+    return place_in_full(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
 
 
 def _from_raw(value: jax.Array, like: Any) -> jax.Array:
