@@ -1,4 +1,7 @@
-"""The command `zerojax`, also as `python -m zerojax`: `export` is of checkpoints, `pilot` of tuning, all else of the planner."""
+"""The command `zerojax`, also as `python -m zerojax`.
+
+`export` is of checkpoints, `pilot` of tuning, all else of the planner.
+"""
 
 import sys
 

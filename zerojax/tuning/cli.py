@@ -16,16 +16,15 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import absent_gpu
 from zerojax.hosts.start import distributed
+from zerojax.planner.gpus import choose_platform
 from zerojax.tuning.pilot import pilot
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, or 2 for what cannot be tried, with one line that says why."""
     options = _parser().parse_args(argv)
-    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")
+    choose_platform()
     try:
         distributed(options.coordinator, options.num_processes, options.process_id)
         given = _arguments(options.job)
@@ -73,7 +72,8 @@ def _arguments(job: str) -> dict[str, Any]:
     except Exception as error:  # whatever the user's function does
         raise ValueError(f"{job} failed: {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping):
-        raise ValueError(f"{job} must return a dict of the arguments of zerojax.pilot, but returned {type(found).__name__}")
+        kind = type(found).__name__
+        raise ValueError(f"{job} must return a dict of the arguments of zerojax.pilot, but returned {kind}")
     if missing := [name for name in ("loss_fn", "params", "tx", "batches") if name not in found]:
         raise ValueError(f"{job}: the dict that it returned lacks {', '.join(map(repr, missing))}")
     return dict(found)

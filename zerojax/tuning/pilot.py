@@ -202,7 +202,9 @@ def _check(tx: Any, batches: list[Tree], steps: int, gradient_batches: int, mesh
     if not batches:
         raise ValueError("pilot(batches=...): at least one batch is required, and there is none")
     if steps <= WARM_UP + 1:
-        raise ValueError(f"pilot(steps={steps}): more than {WARM_UP + 1} are required; the first {WARM_UP} are not timed")
+        raise ValueError(
+            f"pilot(steps={steps}): more than {WARM_UP + 1} are required; the first {WARM_UP} are not timed"
+        )
     if gradient_batches < 1:
         raise ValueError(f"pilot(gradient_batches={gradient_batches}): at least one is required")
     if isinstance(tx, ShardedTransformation):

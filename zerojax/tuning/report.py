@@ -53,8 +53,8 @@ class PilotReport:
     >>> print(PilotReport((exact,), (), ZeroConfig(), run, {"node": 2, "local": 4}, 1))  # doctest: +ELLIPSIS
     Mesh node 2 x local 4, 1 process
     <BLANKLINE>
-    configuration             step (s)  spread  on wire (MB)  gradient error  preconditioned     loss  difference
-    exact                       0.2000  0.0100         1.000               -               -   1.9000      +0.00%  ...
+    configuration             step (s)  spread  on wire (MB)  gradient error  preconditioned       loss  difference
+    exact                       0.2000  0.0100         1.000               -               -        1.9      +0.00%  ...
     <BLANKLINE>
     Of a step of 0.2000 s, 0.0500 s wait for communication.
     Use ZeroConfig(stage=3)
@@ -75,7 +75,7 @@ class PilotReport:
                 lines.append(f"Into a device over {axis!r}: {rate / 1e9:.3g} GB/s (the slowest collective)")
         header = (
             f"{'configuration':24}{'step (s)':>10}{'spread':>8}{'on wire (MB)':>14}{'gradient error':>16}"
-            f"{'preconditioned':>16}{'loss':>9}{'difference':>12}"
+            f"{'preconditioned':>16}{'loss':>11}{'difference':>12}"
         )
         lines += ["", header, *map(_row, self.trials), "", _exposed(self.trials[0].run, self.final)]
         lines.append(f"Use {in_code(self.config)}")
@@ -129,7 +129,7 @@ def _row(trial: Trial) -> str:
     difference = "-" if trial.loss_difference is None else f"{trial.loss_difference:+.2%}"
     return (
         f"{trial.name:24}{run.timing.step:>10.4f}{run.timing.spread:>8.4f}{run.node_bytes / 1e6:>14.3f}{errors[0]:>16}"
-        f"{errors[1]:>16}{run.losses[-1]:>9.4f}{difference:>12}  {'kept' if trial.kept else 'left'}: {trial.why}"
+        f"{errors[1]:>16}{run.losses[-1]:>11.5g}{difference:>12}  {'kept' if trial.kept else 'left'}: {trial.why}"
     )
 
 
