@@ -6,8 +6,8 @@
 
 runs the command once for each host. A host is lost when its process was killed (-9, 137), cannot be reached any more
 (255, of ssh), or still hangs `--patience` seconds after the others ended. Then the job starts anew with one process
-less: its program makes the mesh of the devices that there are (7 x 8 instead of 8 x 8), restores the last whole step,
-and goes on with the same batches, provided that the rows of a batch divide over every number of devices that may
+less: its program makes the mesh of the devices that there are (7 x 8, not 8 x 8), restores the last complete step, and
+goes on with the same batches, provided that the rows of a batch divide over every number of devices that may
 remain. A failure that loses no host is tried again on all of them. SIGTERM is handed on to the processes, which save
 and end with status 75, and so does the supervisor (ssh hands no signal on: send it to one of the processes). It keeps
 nothing: it may be killed and started again itself.

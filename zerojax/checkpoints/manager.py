@@ -217,7 +217,7 @@ class CheckpointManager:
                 warnings.warn(f"an old step was not deleted: {error}", ZeroNotice, stacklevel=2)
 
     def restore(self, step: int | None = None, *, like: Tree | None = None) -> Restored | None:
-        """The latest step that is whole, or None if there is none: the run starts from its beginning.
+        """The latest step that is complete, or None if there is none: the run starts from its beginning.
 
         Args:
             step: this step instead.
@@ -225,7 +225,7 @@ class CheckpointManager:
 
         Raises:
             ValueError: as `zerojax.restore`; of a damaged latest step only a `ZeroNotice` is given, and the one before
-                is taken; if there are steps but none is whole, the error of the last one tried.
+                is taken; if there are steps but none is complete, the error of the last one tried.
         """
         self.wait()
         asked = None if step is None else paths.check_step(step)
@@ -254,7 +254,7 @@ class CheckpointManager:
         """The steps that are there and not known to be damaged, as process 0 sees them; waits for what is written."""
         self.wait()
         facts = {"directory": self.directory}
-        return json.loads(agree("list the steps", facts, lambda: json.dumps(self._steps.whole())))
+        return json.loads(agree("list the steps", facts, lambda: json.dumps(self._steps.complete())))
 
     def close(self) -> None:
         """Waits for what is being written, and ends the threads that write."""

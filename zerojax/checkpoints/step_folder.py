@@ -1,4 +1,4 @@
-"""The folder of a run's steps: which are whole, which are kept, and who else writes there.
+"""The folder of a run's steps: which are complete, which are kept, and who else writes there.
 
 A step that is there is only ever deleted because of its age, by the job that started last. Everything here is done by
 process 0, in between the writing, and waits for no other.
@@ -27,7 +27,7 @@ class StepFolder:
         restored: the step from which this run went on.
 
     >>> import tempfile
-    >>> StepFolder(paths.checkpoint_path(tempfile.mkdtemp()), keep=2, best=None).whole()
+    >>> StepFolder(paths.checkpoint_path(tempfile.mkdtemp()), keep=2, best=None).complete()
     []
     """
 
@@ -37,7 +37,7 @@ class StepFolder:
         self.restored: int | None = None
         self._known: set[int] | None = None  # what was there at the last save
 
-    def whole(self) -> list[int]:
+    def complete(self) -> list[int]:
         """The steps that are there and not known to be damaged."""
         found = paths.steps_in(self._directory)
         there = [s for s in found if paths.is_checkpoint(paths.actual(self._directory / str(s)))]
@@ -96,7 +96,7 @@ class StepFolder:
         """Deletes the steps that are not to be kept."""
         if self._keep is None:
             return
-        steps = self.whole()
+        steps = self.complete()
         kept = set(steps[-self._keep :])
         if self._best is not None:
             name, sign = self._best.removeprefix("-"), -1 if self._best.startswith("-") else 1
