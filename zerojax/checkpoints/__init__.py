@@ -28,7 +28,7 @@ test_step_folder.py):
 What grows with P processes and L leaves (counted, tests/hosts/test_agreement.py): a save or restore makes three or four
 agreements, each P - 1 texts of 1 kB at process 0 and two messages elsewhere (P = 4096: at most 16 MB in all);
 beside the arrays lies one JSON file of about 150 bytes a leaf, and as many positions of data as processes gave
-different ones (4096 of 100 bytes: 0.4 MB; at most 64 MiB), which every process reads once when it restores. Each process writes
-and reads its own slices alone; Orbax merges the P directories of what they wrote on process 0. Orbax's own barriers are
-a few messages of each process.
+different ones (4096 of 100 bytes: 0.4 MB; at most 64 MiB), which every process reads once when it restores.
+Each process writes and reads its own slices alone; Orbax merges the P directories of what they wrote on process 0, and
+its own barriers are a few messages of each process.
 """
