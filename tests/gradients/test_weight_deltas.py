@@ -8,7 +8,7 @@ import models
 import numpy as np
 import optax
 import pytest
-from tolerances import BFLOAT16, FLOAT32
+from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import read_program
@@ -213,10 +213,11 @@ def test_every_use_reads_the_replica_in_the_dtype_of_the_loss(form):
     fn = jax.jit(zerojax.value_and_grad(loss_fn, layout))
     loss, grads, wire = fn(layout.shard(params), batch, wire=zerojax.init_wire_state(layout))
     held = jax.tree.map(lambda x: cast(x) if len(x.shape) > 1 else x, params)
-    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(held, batch)
-    tolerance = BFLOAT16 if form == "scanned and tied" else FLOAT32
-    np.testing.assert_allclose(loss, want_loss, rtol=tolerance)
-    assert models.largest_error(layout.unshard(grads), want) < tolerance
+    # bfloat16 activations differ between programs by more than weights do: against the same stage without deltas.
+    plain = models.make_layout(params, "2x4", 3)
+    want_loss, want = jax.jit(zerojax.value_and_grad(loss_fn, plain))(plain.shard(held), batch)
+    np.testing.assert_allclose(loss, want_loss, rtol=FLOAT32)
+    assert models.largest_error(layout.unshard(grads), plain.unshard(want)) < FLOAT32
     text = fn.lower(layout.shard(params), batch, wire=wire).compile()
     always = [one for one in read_program(text, layout.mesh).select("all-gather") if not one.in_conditional]
     # Between nodes nothing but changes, and vectors.

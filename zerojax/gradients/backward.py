@@ -17,7 +17,6 @@ a layer one all-gather per hop. A quantised gradient is one all-to-all per matri
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +30,8 @@ from zerojax.gather.evaluate import evaluate_plain
 from zerojax.gather.order import Mark, Order, Token, zero_token
 from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
-from zerojax.gather.uses import LeafUse, cast_target, is_layered, leaf_uses
-from zerojax.gradients.replicas import held_by_replica, up_to_date
+from zerojax.gather.uses import cast_target, leaf_uses, stacks_vectors
+from zerojax.gradients.replicas import held_by_replica, least_quantized, travels_by_deltas, up_to_date
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 
@@ -127,10 +126,8 @@ def staged_backward(
         outer.enter(x, x if p.trainable else None, p) if is_stored(p, layout) else x
         for x, p in zip(leaves, layout.leaves, strict=True)
     ]
-    by_replica = [
-        i for i, (p, of_leaf) in enumerate(zip(layout.leaves, uses, strict=True))
-        if replicas[i] is not None and not _stacks_vectors(p, of_leaf, layout)
-    ]  # fmt: skip
+    pairs = zip(layout.leaves, uses, strict=True)
+    by_replica = [i for i, (p, of_leaf) in enumerate(pairs) if travels_by_deltas(p, of_leaf, layout)]
     for i, replica in up_to_date(leaves, {i: replicas[i] for i in by_replica}, layout).items():
         replicas[i] = replica
         held[i] = held_by_replica(leaves[i], replica, layout.leaves[i], uses[i], outer)
@@ -304,17 +301,11 @@ def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]
     if layout.config.quantize_gradients is None:
         return layout.leaves
 
-    uses = leaf_uses(traced(), len(layout.leaves))
+    uses, least = leaf_uses(traced(), len(layout.leaves)), least_quantized(layout)
     return [
-        p.unquantized() if p.is_quantized and _stacks_vectors(p, of_leaf, layout) else p
+        p.unquantized() if p.is_quantized and stacks_vectors(p.shape, of_leaf, least) else p
         for p, of_leaf in zip(layout.leaves, uses, strict=True)
     ]
-
-
-def _stacks_vectors(p: Placement, uses: tuple[LeafUse, ...], layout: Layout) -> bool:
-    """Whether the loss takes one norm scale, bias or small matrix of the leaf at a time: it travels unquantised."""
-    least = max(layout.config.min_shard_size, layout.config.min_quantize_size)
-    return is_layered(uses) and (len(p.shape) < 3 or math.prod(p.shape[1:]) < least)
 
 
 def _replicated(placement: Placement) -> Placement:

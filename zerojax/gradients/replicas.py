@@ -15,9 +15,20 @@ from jax import lax
 
 from zerojax.collectives.deltas import Deltas, weight_deltas
 from zerojax.gather.stored import Scope, Stored
-from zerojax.gather.uses import LeafUse, cast_target
+from zerojax.gather.uses import LeafUse, cast_target, stacks_vectors
+from zerojax.gradients.wire import has_replica
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
+
+
+def travels_by_deltas(placement: Placement, uses: Sequence[LeafUse], layout: Layout) -> bool:
+    """Whether a loss that uses a leaf so reads its replica; a stack of vectors has one that lies idle."""
+    return has_replica(placement, layout) and not stacks_vectors(placement.shape, uses, least_quantized(layout))
+
+
+def least_quantized(layout: Layout) -> int:
+    """Fewest elements of what travels quantised."""
+    return max(layout.config.min_shard_size, layout.config.min_quantize_size)
 
 
 def up_to_date(leaves: Sequence[jax.Array], replicas: Mapping[int, jax.Array], layout: Layout) -> dict[int, jax.Array]:
@@ -52,11 +63,16 @@ def _belonging(
 
     def anew(replicas: list[jax.Array]) -> list[jax.Array]:
         return [
-            lax.cond(far[i] > 0, lambda x, _, p=p: deltas.gathered(x, p), lambda _, replica: replica, x, replica)
+            lax.cond(far[i] > 0, lambda x, _, p=p: _gathered_anew(x, p, deltas), lambda _, replica: replica, x, replica)
             for i, (x, replica, p) in enumerate(zip(shards, replicas, places, strict=True))
         ]
 
     return lax.cond(jnp.any(far > 0), anew, lambda replicas: replicas, replicas)
+
+
+def _gathered_anew(x: jax.Array, placement: Placement, deltas: Deltas) -> jax.Array:
+    with jax.named_scope("gathered_anew"):  # readers of the compiled program tell by it that no usual step does so
+        return deltas.gathered(x, placement)
 
 
 def held_by_replica(
