@@ -54,7 +54,7 @@ def test_both_policies_give_the_gradient_of_one_large_batch(stage, mesh, accumul
 
 @pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")
 def test_a_deferred_quantised_reduction_loses_what_that_of_one_large_batch_loses():
-    """Whole sums are quantised once per step; in other blocks, since a stack is then reduced as one leaf."""
+    """Full sums are quantised once per step; in other blocks, since a stack is then reduced as one leaf."""
     layout, params = layout_of("++")
     stored, batch = layout.shard(params), models.dense_batches(1, 48)[0]
     exact = jax.tree.leaves(jax.jit(jax.grad(models.dense_loss))(params, batch))
@@ -146,5 +146,5 @@ def test_sharded_reduces_every_microbatch_and_keeps_no_whole_accumulator():
     two, four = (compiled(3, "sharded", count) for count in (2, 4))
     assert reduced_bytes(four) == 2 * reduced_bytes(two) > 0
     deferred = compiled(3, "deferred", 4)
-    # The float32 sum, whole instead of a sixteenth.
+    # The float32 sum, full instead of a sixteenth.
     assert deferred.memory.temp - four.memory.temp >= 4 * ELEMENTS * 15 / 16 * 0.98

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from zerojax.gradients.wire import init_wire_state
 from zerojax.hosts.agreement import agree, digest, exchange
 from zerojax.layout.checksums import checksums as checksums_of
 from zerojax.layout.facts import layout_facts
-from zerojax.layout.host_arrays import place_whole
+from zerojax.layout.host_arrays import place_in_full
 from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice
 from zerojax.training.loss_scaling import DynamicScale
@@ -93,14 +94,25 @@ def save(
         agree("save: replacing the old checkpoint", {}, lambda: paths.take_place(target) or "")
 
 
-def begin_saving(target: Any, about: dict[str, Any], layout: Layout, *, overwrite: bool) -> str:
+def begin_saving(
+    target: Any,
+    about: dict[str, Any],
+    layout: Layout,
+    *,
+    overwrite: bool,
+    prepare: Callable[[], None] | None = None,
+) -> str:
     """Whether the place is free or holds a checkpoint to replace; the processes agree on what is to be written where.
+
+    `prepare` is run by process 0 before that; what it raises is raised on all.
 
     Raises:
         ValueError: they do not, or do not share the folder; or something is there that must not be replaced.
     """
 
     def decide() -> str:
+        if prepare is not None:
+            prepare()
         situation = paths.check_place(target, overwrite)
         paths.prepare_place(target, situation)
         return situation
@@ -136,7 +148,7 @@ def restore(
     Raises:
         FileNotFoundError: no checkpoint is there.
         ValueError: it is of another model, optimizer or dtype: what differs is named by key path, shape and dtype; it
-            is damaged (what is missing, shorter or of another checksum is named, and which steps are whole); the
+            is damaged (what is missing, shorter or of another checksum is named, and which steps are complete); the
             processes do not see the same.
         ImportError: Orbax is not installed.
 
@@ -164,7 +176,7 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
     """Reads one checkpoint; all processes raise if one of them cannot.
 
     Raises:
-        DamagedCheckpoint: it is not whole, or its values are not those that were saved.
+        DamagedCheckpoint: it is not complete, or its values are not those that were saved.
         ValueError: as `restore`.
     """
     about, problem = {}, None
@@ -197,7 +209,7 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         problem = f"{target} is damaged: {type(error).__name__}: {str(error)[:300]}. {paths.remedy(target)}"
-    if problem := next(filter(None, exchange("restore: what was read", problem)), ""):
+    if problem := exchange("restore: what was read", problem, lambda said: next(filter(None, said), "")):
         raise paths.DamagedCheckpoint(problem)
     _check_values(target, leaves, values, about)
     values = [_from_raw(x, leaf.value) for x, leaf in zip(values, leaves, strict=True)]
@@ -285,7 +297,7 @@ def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
 
 
 def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
-    return place_whole(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
+    return place_in_full(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
 
 
 def _from_raw(value: jax.Array, like: Any) -> jax.Array:

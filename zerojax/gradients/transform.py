@@ -74,9 +74,9 @@ def value_and_grad(
             leading dim, all other float values averaged over the devices.
         weighted: see above.
         microbatches: number of pieces into which each device's part of the batch is cut, one after the other; loss and
-            gradients are those of the whole batch. A secondary partition of the weights is made once for all of them.
+            gradients are those of the global batch. A secondary partition of the weights is made once for all of them.
         accumulation: how their gradients are summed, in float32. "sharded" (default of stages 2 and 3): each
-            microbatch's is reduced, the accumulators are shards. "deferred" (default of stages 0 and 1): whole
+            microbatch's is reduced, the accumulators are shards. "deferred" (default of stages 0 and 1): full
             gradients are summed on each device and reduced once per step, in the dtype on the wire that they have
             without microbatches. With one microbatch there is nothing to sum, and both are the same.
         per_example: which arrays of `aux` hold one entry for each example: a bool, or bools in its structure. None:
@@ -87,7 +87,7 @@ def value_and_grad(
         is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, PRNG keys in
         it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device, and further
         parameters in stored form (a teacher, a target network) are marked by `Layout.stored`. The loss
-        is the global mean, the same on every device. Gradients: whole at stage 0, else this device's shards (padded
+        is the global mean, the same on every device. Gradients: full at stage 0, else this device's shards (padded
         form), in the dtype of the parameter; None for leaves that are not trained. Where the configuration
         remembers something from step to step (`ZeroConfig.weight_deltas`, `error_feedback`), the function takes `wire=`
         (from `init_wire_state`) and returns the new state as a third value. With `loss_scale=`, a scalar, the gradients
@@ -193,6 +193,7 @@ def gradient_function(
         in_specs = (param_specs, batch_specs, rest_specs, remembered_specs, everywhere)
         out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, remembered_specs, everywhere)  # type: ignore[arg-type]
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        batch = batches.compared(batch, layout, "value_and_grad")
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = compiled_once(run_locally, params, batch, rest, remembered, _whole(loss_scale, layout))
         return out._replace(
@@ -250,7 +251,7 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
         return compiled_once(
             _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs),
             batches.not_differentiated(params, _APPLY_IS_FORWARD),
-            batches.on_mesh(batch, batch_specs, layout),
+            batches.on_mesh(batches.compared(batch, layout, "apply"), batch_specs, layout),
             batches.on_mesh(rest, rest_specs, layout),
         )
 

@@ -94,7 +94,7 @@ def has_replica(placement: Placement, layout: Layout) -> bool:
 
 
 def wire_specs(layout: Layout) -> WireState:
-    """PartitionSpecs over the data axes, one list entry per leaf: what `shard_map` is told."""
+    """PartitionSpecs over the data axes, one list entry per leaf: for `shard_map`."""
     return WireState(
         *([part.data_spec(p) if part.concerns(p, layout) else None for p in layout.leaves] for part in _PARTS)
     )

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.gradients.wire import WireState, init_wire_state
-from zerojax.layout.host_arrays import place_whole
+from zerojax.layout.host_arrays import place_in_full
 from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import ZeroState, check_sharded
 from zerojax.training.loss_scaling import DynamicScale, LossScaleState, init_loss_scale, loss_scale_rule
@@ -88,7 +88,7 @@ class TrainState(NamedTuple):
         def place(x: jax.Array) -> Any:
             if abstract:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-            return place_whole(x, everywhere)
+            return place_in_full(x, everywhere)
 
         step, skipped = place(jnp.zeros((), jnp.int32)), place(jnp.zeros((), jnp.int32))
         rule = loss_scale_rule(loss_scale)
