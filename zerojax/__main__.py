@@ -1,4 +1,4 @@
-"""The command `zerojax`, also as `python -m zerojax`: `export` is of checkpoints, all else of the planner."""
+"""The command `zerojax`, also as `python -m zerojax`: the commands of the planner, and `export` of checkpoints."""
 
 import sys
 
@@ -8,9 +8,7 @@ from zerojax.planner import cli
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    if sys.argv[1:2] == ["export"]:
-        return export.main(sys.argv[2:])
-    return cli.main()
+    return cli.main(others={"export": cli.Command("parameters of a checkpoint as safetensors or npz", export.main)})
 
 
 if __name__ == "__main__":
