@@ -28,6 +28,7 @@ FOLDERS: dict[str, tuple[str, set[str]]] = {
     "hlo": ("reads compiled programs", set()),
 }
 FOLDERS["planner"] = ("predicts a step", FOLDERS.keys() - {"checkpoints"})
+FOLDERS["tuning"] = ("measures a step", FOLDERS.keys() - {"checkpoints"})
 # The faces: they hand on names of the folders.
 FACES = ("zerojax/__init__.py", "zerojax/__main__.py")
 

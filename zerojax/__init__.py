@@ -25,6 +25,8 @@ from zerojax.training.nonfinite import NonFinite, NonFiniteError
 from zerojax.training.remat import checkpoint
 from zerojax.training.state import TrainState
 from zerojax.training.step import make_train_step
+from zerojax.tuning.pilot import pilot
+from zerojax.tuning.report import PilotReport
 
 __version__ = "0.1.0"
 
@@ -39,6 +41,7 @@ __all__ = [
     "LossScaleState",
     "NonFinite",
     "NonFiniteError",
+    "PilotReport",
     "Placement",
     "QuantFormat",
     "TrainState",
@@ -57,6 +60,7 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "partition",
+    "pilot",
     "plan",
     "predict_traffic",
     "read_program",

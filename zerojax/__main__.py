@@ -1,14 +1,20 @@
-"""The command `zerojax`, also as `python -m zerojax`: the commands of the planner, and `export` of checkpoints."""
+"""The command `zerojax`, also as `python -m zerojax`: of the planner, `export` of checkpoints, `pilot` of tuning."""
 
 import sys
 
 from zerojax.checkpoints import export
 from zerojax.planner import cli
+from zerojax.tuning import cli as pilot_cli
+
+OTHERS = {
+    "export": cli.Command("parameters of a checkpoint as safetensors or npz", export.main),
+    "pilot": cli.Command("tries configurations on a training job of your own and keeps the fastest that is right", pilot_cli.main),
+}
 
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    return cli.main(others={"export": cli.Command("parameters of a checkpoint as safetensors or npz", export.main)})
+    return cli.main(others=OTHERS)
 
 
 if __name__ == "__main__":

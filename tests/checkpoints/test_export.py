@@ -108,4 +108,4 @@ def test_help_of_the_command_lists_export_beside_the_planner(monkeypatch, capsys
         command.main()
     assert not ended.value.code
     listed = capsys.readouterr().out
-    assert all(name in listed for name in ("plan", "doctor", "export"))
+    assert all(name in listed for name in ("plan", "doctor", "export", "pilot"))

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from pallas_kernels import absent_gpu
 from pallas_kernels.gpus import TARGETS, GpuTarget
 
 
@@ -196,3 +197,9 @@ def absent_mesh(
     target = target if isinstance(target, GpuTarget) else load_target(target)
     devices = _absent_devices(target.target_config, num_nodes, devices_per_node)
     return jax.sharding.Mesh(np.array(devices, dtype=object).reshape(sizes), tuple(axis_names))
+
+
+def choose_platform() -> None:
+    """Has JAX take the CPU on a machine without an NVIDIA GPU, where its CUDA plugin would look for one aloud."""
+    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
