@@ -10,9 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 
-# An unknown flag ends the process.
-HAS_OLD_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join([
     os.environ.get("XLA_FLAGS", ""),
@@ -21,7 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join([
         for flag, value in (
             ("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", "true"),
             ("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", "false"),
-            *((("xla_cpu_use_fusion_emitters", "false"),) if HAS_OLD_EMITTERS else ()),
+            # An unknown flag ends the process.
+            *[("xla_cpu_use_fusion_emitters", "false")] * importlib.metadata.version("jaxlib").startswith("0.10."),
         )
         # What is timed on a GPU is optimised.
         if flag not in os.environ.get("XLA_FLAGS", "") and os.environ["JAX_PLATFORMS"] == "cpu"

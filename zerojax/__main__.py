@@ -8,7 +8,7 @@ from zerojax.tuning import cli as pilot_cli
 
 OTHERS = {
     "export": cli.Command("parameters of a checkpoint as safetensors or npz", export.main),
-    "pilot": cli.Command("tries configurations on a training job of your own and keeps the fastest that is right", pilot_cli.main),
+    "pilot": cli.Command("tries configurations on a training job of your own", pilot_cli.main),
 }
 
 
