@@ -77,6 +77,8 @@ def _run(options: argparse.Namespace) -> int:
     for option, path in (("--plot", options.plot), ("--trace", options.trace)):
         if path and not Path(path).parent.is_dir():
             raise ValueError(f"{option} {path}: the folder does not exist")
+    if options.global_batch is not None and not options.fastest:
+        raise ValueError("--global-batch is for --fastest; else give --examples-per-device and --microbatches")
     for option, wanted in (("--trace", options.trace), ("--fastest", options.fastest)):
         if wanted and options.no_compile:
             raise ValueError(f"{option} is of compiled programs: leave out --no-compile")
@@ -98,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.fastest:
             takes = "checkpointing" in inspect.signature(make).parameters
             makes = (lambda checkpointing: make(checkpointing=checkpointing)) if takes else workload
-            fastest = find_fastest(makes, configs, **given)
+            fastest = find_fastest(makes, configs, global_batch=options.global_batch, **given)
     _show(plan, options, fastest)
     if not plan.fits:
         print(f"zerojax plan: {plan.recommendation}", file=sys.stderr)
@@ -130,9 +132,11 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     add(
         "--fastest",
         action="store_true",
-        help="try each configuration at its largest microbatch, with and without activation checkpointing (where "
-        "FUNCTION takes checkpointing=True), and show the best three in tokens per second; several compiles each",
+        help="try each configuration at its largest microbatch, with one and with --microbatches of them, with and "
+        "without activation checkpointing (where FUNCTION takes checkpointing=True), and show the best three in tokens "
+        "per second; several compiles each",
     )
+    add("--global-batch", type=int, help="with --fastest: examples of a step on all devices, cut into microbatches")
     add("--bandwidth", help="into a node, from all others together: 400GB/s, 3200Gbit/s (default: 50 GB/s per GPU)")
     add("--efficiency", type=float, help="share of the peak FLOP/s that large products reach (default: the GPU's)")
     add("--examples-per-device", type=int, help="in a device's microbatch (default: the function's batch; 1 for gpt)")
