@@ -4,9 +4,11 @@ import dataclasses
 import json
 
 import pytest
+from programs import build
 
 from zerojax.hlo.program import read_program
-from zerojax.planner.replay import replay
+from zerojax.planner.gpus import load_target
+from zerojax.planner.replay import replay, replay_text
 from zerojax.planner.time import Links
 from zerojax.planner.trace import layer_windows, write_trace
 
@@ -227,6 +229,21 @@ BRANCHES = """%slow (p: f32[1000,1000]) -> f32[1000,1000] {
 def test_of_branches_the_slowest_counts():
     line = "ROOT %c = f32[1000,1000]{1,0} conditional(%n, %x, %x), branch_computations={%quick, %slow}"
     assert replay(program("%n = s32[] constant(0)", line, extra=BRANCHES), LINKS).seconds == pytest.approx(2)
+
+
+def test_a_text_is_replayed_with_the_adapters_of_the_gpus_of_a_node():
+    text, target = build.text_of("layers.jax-0.12.0.1"), load_target("h100")
+    seconds = {
+        bandwidth: replay_text(text, {"node": 2, "local": 8}, target, bandwidth=bandwidth).seconds
+        for bandwidth in (None, "400GB/s", "200GB/s")
+    }
+    assert seconds[None] == seconds["400GB/s"] < seconds["200GB/s"]  # eight adapters of 400 Gbit/s
+    one_node = replay_text(text, {"node": 2, "local": 8}, target, node_axes=())
+    assert one_node.busy["between"] == 0 < one_node.busy["inside"]
+    # Half the peak takes twice as long for the products, and no less for anything else.
+    faster = replay_text(text, {"node": 2, "local": 8}, target, efficiency=1.0)
+    slower = replay_text(text, {"node": 2, "local": 8}, target, efficiency=0.5)
+    assert faster.busy["compute"] < slower.busy["compute"] <= 2 * faster.busy["compute"]
 
 
 def test_copies_to_and_from_the_host_take_its_link_one_after_the_other_beside_compute():

@@ -18,9 +18,10 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,9 +42,19 @@ _MOST_CANDIDATES = 3
 _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    options = _parser().parse_args(argv)
+class Command(NamedTuple):
+    """A command of another folder: what `--help` says of it, and its own command line."""
+
+    summary: str
+    run: Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str] | None = None, others: Mapping[str, Command] = MappingProxyType({})) -> int:
+    """Runs the command line, with commands of other folders beside the planner's; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in others:
+        return others[argv[0]].run(argv[1:])
+    options = _parser(others).parse_args(argv)
     if options.command == "doctor":
         try:
             return doctor.run(options, _maker(options))
@@ -97,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO for JAX")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
@@ -141,6 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     examine = commands.add_parser("doctor", help="what the machines at hand move, and which techniques pay on them")
     doctor.add_arguments(examine)
     examine.set_defaults(sequence_length=None, examples_per_device=None)
+    for name, command in others.items():
+        commands.add_parser(name, help=command.summary)
     return parser
 
 
