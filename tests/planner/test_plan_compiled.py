@@ -21,6 +21,7 @@ from zerojax import ZeroConfig
 from zerojax.planner.advice import comparison_configs, config_name
 from zerojax.planner.fastest import find_fastest
 from zerojax.planner.gpus import load_target
+from zerojax.planner.plan import plan_workload
 from zerojax.planner.workload import Workload
 
 pytestmark = pytest.mark.needs_cuda_plugin
@@ -312,3 +313,26 @@ def test_more_microbatches_are_tried_where_the_batch_is_free():
     one, three = sorted(found, key=lambda candidate: candidate.microbatches)
     # The gathers and reductions of each microbatch, and one update: between one and three times the step of one.
     assert one.plan.time.step < three.plan.time.step < 3.3 * one.plan.time.step * three.examples / one.examples
+
+
+@pytest.mark.aot
+def test_what_a_fused_kernel_keeps_on_the_chip_leaves_room_for_more_examples():
+    def loss(params, h):
+        @jax.checkpoint
+        def attend(h):
+            with jax.named_scope("flash_attention"):
+                return jax.nn.dot_product_attention(h, h, h, is_causal=True)
+
+        h, _ = jax.lax.scan(lambda h, w: (h + attend(jnp.tanh(h @ w)), None), h, params)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    params = jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16)
+    workload = Workload(loss, params, jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.bfloat16), optax.adam(1e-3))
+    small = dataclasses.replace(load_target("h100"), memory_bytes=300_000_000)
+    options = {"target": small, "num_nodes": 1, "devices_per_node": 2, "usable": 1.0, "examples_per_device": 1}
+    (found,) = plan_workload(workload, **options).configs
+    # Scores of 4 heads: 4 million, in four bytes and two and three times over in the backward pass.
+    within = found.memory.compiled.total - found.memory.total
+    assert 4 * 4 * 1024**2 < within < 24 * 4 * 1024**2
+    assert "a fused kernel keeps what lies within 'flash_attention' on the chip" in found.memory.explanation
+    assert found.largest.examples * within > small.memory_bytes  # the scores alone of so many would not fit
