@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from zerojax.gather.uses import LeafUse, leaf_uses, traced_flops
+from zerojax.gather.flops import traced_flops
+from zerojax.gather.uses import LeafUse, leaf_uses
 from zerojax.planner.gpus import GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
 
 Tree = Any
