@@ -191,14 +191,10 @@ class Loop:
         number = {id(leaf.uses): i for i, value in enumerate(values) for leaf in value}
         out = _follow(self.body, values, flags, _Place())
         same = [*self.unchanged, *(False for _ in out[self.carried :])]
-        sizes = [math.prod(var.aval.shape) for var in self.body.outvars]
-
-        def large(leaf: _Leaf, size: int) -> bool:
-            return 2 * size * leaf.layers * leaf.alternatives >= leaf.size
-
+        parts = [2 * math.prod(var.aval.shape) for var in self.body.outvars]
         return [
-            [] if s else [number[id(x.uses)] for x in value if large(x, size)]
-            for value, s, size in zip(out, same, sizes, strict=True)
+            [] if s else [number[id(x.uses)] for x in value if part * x.layers * x.alternatives >= x.size]
+            for value, s, part in zip(out, same, parts, strict=True)
         ]
 
     def stored(self, followed: Sequence[bool], flags: Sequence[bool]) -> list[bool]:
