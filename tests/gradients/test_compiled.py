@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import models
 import optax
 import pytest
+from compiled_once import compile_once
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -86,7 +87,8 @@ def compiled_once(one: Program) -> Compiled:
     params = layout.param_shapes()
     state = tx.init(params)
     batch = {k: jax.ShapeDtypeStruct((2 * mesh.size, LENGTH), jnp.int32, sharding=over_batch) for k in "xy"}
-    program = read_program(step.lower(params, state, batch).compile({} if delayed else PROMPTLY), mesh)
+    lowered = step.lower(params, state, batch)
+    program = read_program(compile_once(lowered, mesh, "h100", {} if delayed else PROMPTLY), mesh)
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
     return Compiled(program, layout, held)
 
@@ -243,7 +245,7 @@ def test_tensor_parallel_weights_are_not_gathered_over_their_axis():
     params = layout.param_shapes()
     over_batch = NamedSharding(mesh, P(("node", "local")))
     batch = {k: jax.ShapeDtypeStruct((16, LENGTH), jnp.int32, sharding=over_batch) for k in "xy"}
-    program = read_program(step.lower(params, tx.init(params), batch).compile(), mesh)
+    program = read_program(compile_once(step.lower(params, tx.init(params), batch), mesh, "h100"), mesh)
     rows = 2 * LENGTH
     for one in program.collectives:
         if "model" in one.axes:
