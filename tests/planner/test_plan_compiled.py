@@ -159,6 +159,8 @@ def test_on_a_slow_network_the_plan_says_what_the_techniques_make_of_a_step(comp
     best = min(steps, key=steps.get)
     assert f"at 12.5 GB/s into a node a step of stage 3 takes {steps['stage 3']:.3g} s" in found.recommendation
     assert f"of {best} {steps[best]:.3g} s" in found.recommendation
+    assert "loss of a small model differed by" in found.recommendation
+    assert "--trace step.json" in found.recommendation
 
 
 def test_techniques_break_even_where_both_programs_take_as_long(compared):

@@ -229,8 +229,15 @@ def _as_workload(found: Any, name: str) -> Workload:
 
 def _show(plan: Plan, options: argparse.Namespace, fastest: Sequence[Candidate]) -> None:
     best = [str(candidate) for candidate in fastest[:_MOST_CANDIDATES]]
+    shown, traced = plan.shown, ""
+    if options.trace and shown is not None:
+        traced = next(one.name for one in plan.configs if one.replays is shown)
     if options.json:
-        found = {**plan.to_dict(), **({"fastest": best} if options.fastest else {})}
+        found = plan.to_dict()
+        if options.fastest:
+            found["fastest"] = best
+        if options.trace:
+            found["trace"] = {"file": options.trace, "of": traced}
         print(json.dumps(found, indent=2, allow_nan=False))
     else:
         from rich.console import Console
@@ -240,7 +247,8 @@ def _show(plan: Plan, options: argparse.Namespace, fastest: Sequence[Candidate])
         print_plan(plan, Console())
         for number, text in enumerate(best, 1):
             print(f"{'The fastest' if number == 1 else f'{number}.'}: {text}")
-    shown = plan.shown
+        if traced:
+            print(f"The trace of {traced}: {options.trace} (opens at ui.perfetto.dev)")
     replay = shown.recorded() if shown is not None and (options.plot or options.trace) else None
     names = shown.names if shown is not None else {}
     if options.plot:
