@@ -196,7 +196,7 @@ class CheckpointManager:
             self._delete_old()
 
     def restore(self, step: int | None = None, *, like: Tree | None = None) -> Restored | None:
-        """The latest step that is whole, or None if there is none: the run starts from its beginning.
+        """The latest step that is complete, or None if there is none: the run starts from its beginning.
 
         Args:
             step: this step instead.
@@ -204,7 +204,7 @@ class CheckpointManager:
 
         Raises:
             ValueError: as `zerojax.restore`; of a damaged latest step only a `ZeroNotice` is given, and the one before
-                is taken; if there are steps but none is whole, the error of the last one tried.
+                is taken; if there are steps but none is complete, the error of the last one tried.
         """
         self.wait()
         asked = None if step is None else paths.check_step(step)
@@ -232,7 +232,7 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """The steps that are there and not known to be damaged, as process 0 sees them; waits for what is written."""
         self.wait()
-        return json.loads(agree("list the steps", {"directory": self.directory}, lambda: json.dumps(self._whole())))
+        return json.loads(agree("list the steps", {"directory": self.directory}, lambda: json.dumps(self._complete())))
 
     def close(self) -> None:
         """Waits for what is being written, and ends the threads that write."""
@@ -266,7 +266,7 @@ class CheckpointManager:
             mine = kept[0] if len(kept) == 1 else kept[jax.process_index()]
         return Restored(number, state, from_json(mine), about.get("metrics", {}), from_json(about.get("run", {})))
 
-    def _whole(self) -> list[int]:
+    def _complete(self) -> list[int]:
         found = paths.steps_in(self.directory)
         there = [s for s in found if paths.is_checkpoint(paths.actual(self.directory / str(s)))]
         return [s for s in there if s not in self._damaged]
@@ -285,7 +285,7 @@ class CheckpointManager:
     def _delete_old(self) -> None:
         if self._keep is None:
             return
-        steps = self._whole()
+        steps = self._complete()
         kept = set(steps[-self._keep :])
         if self._best is not None:
             name, sign = self._best.removeprefix("-"), -1 if self._best.startswith("-") else 1

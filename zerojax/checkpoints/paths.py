@@ -1,8 +1,8 @@
 """Where a checkpoint is: paths, steps, what a folder holds, and how one checkpoint takes the place of another.
 
-A checkpoint is there whole or not at all. It is written beside its place and renamed at the end; one that replaces
-another is written whole under a name of its own first, so that at any moment at least one of the two can be read: a
-process killed between the two renamings leaves the new one under that name, where `find` takes it.
+A checkpoint is there complete or not at all. It is written beside its place and renamed at the end; one that replaces
+another is written completely under a name of its own first, so that at any moment at least one can be read: a process
+killed between the two renamings leaves the new one under that name, where `find` takes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEEN_SECONDS = 30
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is there but cannot be read whole."""
+    """A checkpoint that is there but cannot be read completely."""
 
 
 def checkpoint_path(path: str | os.PathLike[str], step: Any = None) -> Any:
@@ -136,12 +136,12 @@ def read_about(target: Any) -> dict[str, Any]:
 
 
 def remedy(target: Any) -> str:
-    """What to do about a damaged checkpoint: the whole steps beside it."""
+    """What to do about a damaged checkpoint: the complete steps beside it."""
     beside = [s for s in steps_in(target.parent) if str(s) != target.name] if target.name.isdigit() else []
-    whole = [s for s in beside if is_checkpoint(actual(target.parent / str(s)))]
-    if not whole:
+    complete = [s for s in beside if is_checkpoint(actual(target.parent / str(s)))]
+    if not complete:
         return "Restore another checkpoint"
-    return f"Restore step={max(whole)} instead; steps that have their metadata: {_listed(whole)}"
+    return f"Restore step={max(complete)} instead; steps that have their metadata: {_listed(complete)}"
 
 
 def check_place(target: Any, overwrite: bool) -> str:

@@ -153,7 +153,7 @@ def _cut_padding(tensorstore: Any, directory: Any, shapes: Shapes) -> None:
 
 
 def _record_divisible_shardings(directory: Any, shapes: Shapes) -> None:
-    """Records arrays without their padding as whole along the dims that the recorded axes do not divide."""
+    """Records arrays without their padding as not split along the dims that the recorded axes do not divide."""
     file = directory / "_sharding"
     if not shapes or not file.exists():
         return

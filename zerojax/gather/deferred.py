@@ -1,6 +1,6 @@
 """Values computed from stored parameters by cheap operations, left to be computed where they are used.
 
-A mask, a scale or a norm applied to a weight would make a whole array of it that waits for the backward pass, and
+A mask, a scale or a norm applied to a weight would make a full array of it that waits for the backward pass, and
 applied to a stack of layers an array of all layers. Instead the operations wait: the consumer gathers the parameter,
 applies them, and keeps shards alone, here as for a parameter itself. Where every operation treats each layer of a stack
 by itself, a loop over the stack applies them to one layer at a time.

@@ -1,7 +1,7 @@
 """Functions with a derivative of the user's own, run in stored form: the function, and its rule as the user wrote it.
 
 The rule's residuals may be parameters as they came: they stay in stored form until the rule's backward part uses them,
-so that no whole parameter waits for it. A whole gradient is what the rule returns; it is reduced like any other.
+so that no full parameter waits for it. A full gradient is what the rule returns; it is reduced like any other.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _rule_of_jvp(e: Equation) -> tuple[Forward, Backward]:
 
 
 def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
-    """The equation with `forward` and `backward`, traced on whole shapes, evaluated in stored form."""
+    """The equation with `forward` and `backward`, traced on full shapes, evaluated in stored form."""
     flat, rebuild = disassemble([x.without_gradient() if isinstance(x, Stored) else x for x in e.inputs])
     accumulators = [x.gradient_holder() if isinstance(x, Stored) else None for x in e.inputs]
     rebuild_residuals: list[Rebuild] = []

@@ -62,7 +62,7 @@ class Equation:
 
 
 def warn_if_gathered_early(params: Sequence[Stored], layered: Sequence[bool], scope: Scope, why: str) -> None:
-    """Says so where one equation gathers whole parameters that are used one layer at a time, or most of a model.
+    """Says so where one equation gathers full parameters that are used one layer at a time, or most of a model.
 
     Args:
         params: the parameters that are gathered together.
@@ -77,7 +77,7 @@ def warn_if_gathered_early(params: Sequence[Stored], layered: Sequence[bool], sc
         first = named[0].placement
         more = f" and {len(named) - 1} more parameters are" if len(named) > 1 else " is"
         warnings.warn(
-            f"params{first.path} {first.shape}{more} gathered whole, all layers at once: {why}",
+            f"params{first.path} {first.shape}{more} gathered in full, all layers at once: {why}",
             GatherWarning,
             stacklevel=2,
         )

@@ -282,7 +282,7 @@ def _can_scan(param: Stored) -> bool:
     if placement.dim == 0:
         warnings.warn(
             f"params{placement.path} {placement.shape} is sharded along dim 0, which is scanned over, and therefore "
-            f"gathered whole before the loop; no other dim was better for {placement.num_shards} shards",
+            f"gathered in full before the loop; no other dim was better for {placement.num_shards} shards",
             GatherWarning,
             stacklevel=2,
         )
@@ -292,8 +292,8 @@ def _can_scan(param: Stored) -> bool:
 
 def _warn_of_reshaped(placement: Placement) -> None:
     warnings.warn(
-        f"params{placement.path} {placement.shape} is reshaped before it is scanned over and therefore gathered whole "
-        "before the loop; scan over it in the shape in which it is stored",
+        f"params{placement.path} {placement.shape} is reshaped before it is scanned over and therefore gathered in "
+        "full before the loop; scan over it in the shape in which it is stored",
         GatherWarning,
         stacklevel=2,
     )

@@ -59,7 +59,7 @@ def cast_rule(e: Equation) -> list[Any]:
 
 
 def slice_rule(e: Equation) -> list[Any]:
-    """A slice along dims that are whole is taken from the shards: only the part that is used travels."""
+    """A slice along unsharded dims is taken from the shards: only the part that is used travels."""
     param, *indices = e.inputs
     if not is_held(param) or any(map(is_held, indices)):
         return apply_held(e.bound(), [param, *map(plain, indices)])

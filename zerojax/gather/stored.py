@@ -265,7 +265,7 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         return list(apply(merged(gathered(shards), rest)))
 
     # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
-    whole = jax.checkpoint(forward)
+    recomputed = jax.checkpoint(forward)
     # Tokens: that of the mark set here, and those the gathers wait for; none without an order.
     seed = [order.seed] if sets_mark and order is not None else []
     waits = [mark.token for mark in marks] if trains or scope.forward_only else []
@@ -278,7 +278,7 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     if scope.forward_only:
         others, seed = together(others, seed)
-        return passed(list(whole(held, others)), seed, waits)
+        return passed(list(recomputed(held, others)), seed, waits)
 
     @jax.custom_vjp
     def op(shards: list[Any], holders: list[Any], rest: list[Any], seed: list[Token], waits: list[Token]) -> _Out:
@@ -289,7 +289,7 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         values, inputs, seed, waits = ([x.value for x in part] for part in (shards, rest, *tokens))
         inputs, seed = together(inputs, seed)
         perturbed = _Perturbed(tuple(x.perturbed for x in holders), tuple(x.perturbed for x in rest))
-        return (list(whole(values, inputs)), seed, waits), (values, inputs, waits, perturbed)
+        return (list(recomputed(values, inputs)), seed, waits), (values, inputs, waits, perturbed)
 
     def bwd(residuals: Any, outputs: tuple[list[Any], list[Any], list[Any]]) -> tuple[Any, ...]:
         shards, rest, waited, were = residuals
