@@ -71,6 +71,9 @@ class ZeroConfig:
         prefetch_bytes: bytes of full weights that may be gathered ahead of their use outside of loops (stage 3); the
             next use's weights always may, however large. Memory then does not grow with the number of layers of an
             unrolled model. None: the compiler decides, and holds more the more layers there are.
+        pack_bytes: bytes of full leaves (weights or gradients) that travel in one message where small leaves are needed
+            one after the other; a larger leaf travels by itself. 4 MiB cross even a slow GPU network in less than the
+            latency of a few messages. 0: each leaf by itself. Values and bytes do not depend on it.
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
@@ -96,6 +99,7 @@ class ZeroConfig:
     min_quantize_size: int = 2**14
     kernels: Literal["auto", "always", "never"] = "auto"
     prefetch_bytes: int | None = None
+    pack_bytes: int = 4 * 2**20
 
     @classmethod
     def zero_plus_plus(cls, **overrides: Any) -> ZeroConfig:
@@ -125,6 +129,8 @@ class ZeroConfig:
         window = self.prefetch_bytes
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
             raise ValueError(f"ZeroConfig(prefetch_bytes={window!r}): None or a number of bytes (0 or more) is needed")
+        if isinstance(self.pack_bytes, bool) or not isinstance(self.pack_bytes, int) or self.pack_bytes < 0:
+            raise ValueError(f"ZeroConfig(pack_bytes={self.pack_bytes!r}): a number of bytes (0 or more) is needed")
         for field in ("master_dtype", "grad_dtype"):
             object.__setattr__(self, field, _float_name(field, getattr(self, field)))
         self._check_techniques()

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from zerojax import _compat
 from zerojax.collectives.plain import unreduced
+from zerojax.collectives.packed import reduce_together
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.evaluate import evaluate_plain
 from zerojax.gather.order import Mark, Order, Token, zero_token
@@ -165,15 +166,7 @@ def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callab
     collectives = layout_collectives(layout)
 
     def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
-        pairs = []
-        for g, lost, p in zip(grads, feedback, placements, strict=True):
-            if g is None or p is None:
-                pairs.append((g, lost))
-            elif lost is None:
-                pairs.append((collectives.reduce(g, p), None))
-            else:
-                pairs.append(collectives.reduce_with_feedback(g, lost, p))
-        return [g for g, _ in pairs], [lost for _, lost in pairs]
+        return reduce_together(grads, feedback, placements, collectives, layout.config.pack_bytes)
 
     return reduce_all
 

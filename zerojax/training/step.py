@@ -16,6 +16,7 @@ import optax
 
 from zerojax import _compat
 from zerojax.gradients.local import Accumulation
+from zerojax.gradients.norm import global_norm
 from zerojax.gradients.outputs import wide_dtype
 from zerojax.gradients.transform import gradient_function
 from zerojax.layout.host_arrays import is_of_several_processes
@@ -122,7 +123,7 @@ def make_train_step(
             loss_scale=None if scale is None else scale.scale,
         )  # fmt: skip
         grads = out.grads if scale is None else jax.tree.map(lambda g: _wide(g) / scale.scale, out.grads)
-        norm = optax.tree.norm(jax.tree.map(_wide, grads))
+        norm = global_norm(grads, layout)
         metrics: dict[str, Any] = {"loss": out.loss, "grad_norm": norm, "examples": _examples(batch)}
         if weighted:
             metrics["tokens"] = out.weight
