@@ -8,6 +8,7 @@ killed between the two renamings leaves the new one under that name, where `find
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import operator
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 
+from zerojax.checkpoints.folders import COMMIT, is_complete, is_of_objects, move, remove
 from zerojax.hosts.agreement import agree
 
 _METADATA = "_CHECKPOINT_METADATA"
@@ -37,7 +39,8 @@ def checkpoint_path(path: str | os.PathLike[str], step: Any = None) -> Any:
     """The folder of a checkpoint, as an absolute path.
 
     Args:
-        path: local path (`~` is the home folder), "file://..." or the address of an object store ("gs://...").
+        path: local path (`~` is the home folder, a link is followed), "file://..." or the address of an object store
+            ("gs://...").
         step: an integer from 0, of Python, NumPy or JAX, or None.
 
     Raises:
@@ -54,7 +57,13 @@ def checkpoint_path(path: str | os.PathLike[str], step: Any = None) -> Any:
         text, found = f"/{rest}", ""
     if found and scheme not in ("gs", "s3"):
         raise ValueError(f"{text}: checkpoints go to a local path, file://, gs:// or s3://")
-    folder = epath.Path(text) if found else epath.Path(os.path.abspath(os.path.expanduser(text)))
+    if not found:
+        text = os.path.abspath(os.path.expanduser(text))
+        for _ in range(40):  # through a link, not in its place
+            if not os.path.islink(text):
+                break
+            text = os.path.normpath(os.path.join(os.path.dirname(text), os.readlink(text)))
+    folder = epath.Path(text)
     return folder if step is None else folder / str(check_step(step))
 
 
@@ -83,16 +92,16 @@ def steps_in(folder: Any) -> list[int]:
 
 def actual(target: Any) -> Any:
     """The folder itself, or where it lies while it takes the place of an older one."""
-    if not target.exists():
+    if not target.exists() or not is_complete(target):
         for suffix in (_NEW, _OLD):
-            if (other := target.parent / (target.name + suffix)).exists():
+            if (other := target.parent / (target.name + suffix)).exists() and is_complete(other):
                 return other
     return target
 
 
 def is_checkpoint(folder: Any) -> bool:
     """Whether the folder is one checkpoint, of whatever writer."""
-    return (folder / _METADATA).exists()
+    return (folder / _METADATA).exists() and is_complete(folder)
 
 
 def find(path: Any, step: int | None) -> Any:
@@ -121,6 +130,8 @@ def read_about(target: Any) -> dict[str, Any]:
     file = target / _METADATA
     if not file.exists():
         raise DamagedCheckpoint(f"{target} is damaged: it lacks {_METADATA}. {remedy(target)}")
+    if not is_complete(target):
+        raise DamagedCheckpoint(f"{target} was not written to its end: it lacks {COMMIT}. {remedy(target)}")
     try:
         text = file.read_text()
         about = (json.loads(text).get("custom_metadata") or {}).get("zerojax")
@@ -165,6 +176,9 @@ def check_place(target: Any, overwrite: bool) -> str:
         steps = steps_in(there)
         what = f"holds steps {_listed(steps)}; pass step=" if steps else "is not a checkpoint; choose another folder"
         raise ValueError(f"save: {there} {what}. overwrite=True replaces a checkpoint and nothing else: {names[0]}")
+    if not is_complete(there):  # what a killed save left
+        remove(there)
+        return "free"
     if not overwrite:
         raise ValueError(f"save: {there} exists; pass overwrite=True to replace it, or another step")
     return "ours"
@@ -175,6 +189,8 @@ def _is_ours(folder: Any) -> bool:
     names = [child.name for child in folder.iterdir()]
     if not names or not all(_OWN.fullmatch(name) for name in names):
         return False
+    if not is_complete(folder):
+        return _METADATA in names
     try:
         read_about(folder)
     except DamagedCheckpoint:
@@ -194,16 +210,17 @@ def prepare_place(target: Any, situation: str) -> None:
     if situation != "ours":
         return
     if (there := actual(target)) != target:  # of an interrupted replacement: give it its name
-        there.rename(target)
+        move(there, target)
     for suffix in (_NEW, _OLD):
         remove(target.parent / (target.name + suffix))
 
 
 def take_place(target: Any) -> None:
     """Renames the written checkpoint over the old one, then deletes the old one (one process)."""
-    old = target.parent / (target.name + _OLD)
-    target.rename(old)
-    (target.parent / (target.name + _NEW)).rename(target)
+    new, old = (target.parent / (target.name + suffix) for suffix in (_NEW, _OLD))
+    if not is_of_objects(target):
+        target.rename(old)
+    move(new, target)
     remove(old)
 
 
@@ -218,24 +235,19 @@ def remove_unfinished(folder: Any, name: str | None = None) -> list[str]:
     for child in folder.iterdir() if folder.is_dir() else ():
         own, found, _ = child.name.partition(".orbax-checkpoint-tmp")
         base = re.sub(f"({re.escape(_NEW)}|{re.escape(_OLD)})$", "", own)
-        superseded = child.name.endswith((_NEW, _OLD)) and (folder / base).exists()
-        if (found or superseded) and (base == name if name is not None else base.isdigit()):
+        named = folder / base
+        superseded = child.name.endswith((_NEW, _OLD)) and named.exists() and is_complete(named)
+        unfinished = not found and child.is_dir() and not is_complete(child) and _is_ours(child)
+        if (found or superseded or unfinished) and (base == name if name is not None else base.isdigit()):
             remove(child)
             removed.append(child.name)
     return removed
 
 
-def remove(folder: Any) -> None:
-    """Deletes a folder if it is there, though threads of a save that failed may still write into it."""
-    for attempt in range(5):
-        try:
-            if folder.exists():
-                folder.rmtree(missing_ok=True)
-            return
-        except OSError:
-            if attempt == 4:
-                raise
-            time.sleep(0.1)
+def move_aside(folder: Any) -> None:
+    """Gives a step a name under which nothing takes it for one."""
+    names = (f"{folder.name}.aside{number or ''}" for number in itertools.count())
+    move(actual(folder), next(aside for name in names if not (aside := folder.parent / name).exists()))
 
 
 def _listed(steps: list[int]) -> str:
