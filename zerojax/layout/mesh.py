@@ -116,6 +116,11 @@ def other_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in axes)
 
 
+def is_of_gpus(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Whether collectives on the mesh are those of GPUs; so it is taken to be where no devices are named (planning)."""
+    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu"
+
+
 def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
     """Hands explicit axes of the mesh to the compiler for the extent of `fn`: uneven slices have no explicit type.
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zerojax import _compat
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import is_of_gpus
 
 Value = bool | int | str
 
@@ -102,8 +103,7 @@ def compiler_options(layout: Layout, *, experimental: Sequence[str] = ()) -> dic
     names = (experimental,) if isinstance(experimental, str) else tuple(experimental)
     if unknown := [name for name in names if name not in OPTIONS]:
         raise ValueError(f"compiler_options(experimental={unknown}): the names are {', '.join(map(repr, OPTIONS))}")
-    platforms = {device.platform for device in layout.mesh.devices.flat[:1]}
-    if platforms != {"gpu"} or layout.mesh.size == 1:
+    if not is_of_gpus(layout.mesh) or layout.mesh.size == 1:
         return {}
     wanted = [option for name, option in OPTIONS.items() if option.safe or name in names]
     return {key: value for option in wanted for key, value in _at_this_version(option).items()}
