@@ -37,6 +37,8 @@ class Collectives(NamedTuple):
         gather_secondary: (secondary, placement) -> the full logical leaf, over the innermost axis only.
         reduce: (full logical leaf, placement) -> this device's shard of the sum over all devices; for a replicated leaf
             the sum itself.
+        reduce_hops: placement -> the functions that make up `reduce` one after the other, each a collective: of an
+            unquantised leaf, so that a caller can say when each is sent.
         reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what
             this one lost); the losses are those of this device's chunk in the hop between nodes, zero if unquantised.
         gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis; "node+local"
@@ -48,6 +50,7 @@ class Collectives(NamedTuple):
     secondary: Callable[[jax.Array, Placement, int], Held] | None
     gather_secondary: Callable[[Held, Placement], jax.Array]
     reduce: Callable[[jax.Array, Placement], jax.Array]
+    reduce_hops: Callable[[Placement], list[Callable[[jax.Array], jax.Array]]]
     reduce_with_feedback: Callable[[jax.Array, jax.Array, Placement], tuple[jax.Array, jax.Array]]
     gather_bytes: Callable[[Placement, Sizes], dict[str, int]]
     reduce_bytes: Callable[[Placement, Sizes], dict[str, int]]
@@ -97,10 +100,20 @@ def plain_collectives(
         return jnp.dtype(grad_dtype) if grad_dtype is not None and real else dtype
 
     def reduce(full: jax.Array, placement: Placement) -> jax.Array:
-        dtype = full.dtype
-        wire = full.astype(wire_dtype(dtype))
-        summed = within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(wire, placement))
-        return summed.astype(dtype)
+        if not placement.axes:  # whole, as it is
+            return full
+        dtype, x = full.dtype, pad(full.astype(wire_dtype(full.dtype)), placement)
+        for hop in reduce_hops(placement):
+            x = hop(x)
+        return x.astype(dtype)
+
+    def reduce_hops(placement: Placement) -> list[Callable[[jax.Array], jax.Array]]:
+        def over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
+            return within_other_axes(lambda x: _reduce(x, placement, axes), placement, other_axes)
+
+        if placement.dim is None:
+            return [over(placement.axes)]
+        return [over((axis,)) for axis in reversed(placement.axes)]
 
     def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
         return _reduce_bytes(placement.with_dtype(wire_dtype(placement.dtype)), sizes)
@@ -109,7 +122,7 @@ def plain_collectives(
         return reduce(full, placement), jnp.zeros_like(feedback)
 
     return Collectives(
-        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_with_feedback, bytes_of_gather,
+        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_hops, reduce_with_feedback, bytes_of_gather,
         reduce_bytes,
     )  # fmt: skip
 
@@ -172,7 +185,7 @@ def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[st
 
 def reduce_linearly(full: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
     """The reduction in the dtype of its operand: the transpose of `gather_linearly`."""
-    return within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(full, placement))
+    return within_other_axes(lambda x: _reduce(x, placement, placement.axes), placement, other_axes)(pad(full, placement))
 
 
 def _gather(shard: jax.Array, placement: Placement, hops: Sequence[tuple[str, ...]]) -> jax.Array:
@@ -184,11 +197,11 @@ def _gather(shard: jax.Array, placement: Placement, hops: Sequence[tuple[str, ..
     return _from_bits(bits, shard.dtype)
 
 
-def _reduce(full: jax.Array, placement: Placement) -> jax.Array:
+def _reduce(full: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Reduce-scatter along the placement's dim, innermost axis first; an all-reduce for a replicated leaf."""
     if placement.dim is None:
-        return lax.psum(full, placement.axes)
-    for axis in reversed(placement.axes):
+        return lax.psum(full, axes)
+    for axis in reversed(axes):
         full = lax.psum_scatter(full, axis, scatter_dimension=placement.dim, tiled=True)
     return full
 

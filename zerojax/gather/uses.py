@@ -34,12 +34,14 @@ class LeafUse:
         layers: in how many parts along dim 0 it is gathered: the length of the loop that takes it apart, else 1.
         in_backward: whether the backward pass needs its value: an operation that is not linear in it, or recomputation.
         repeats: how often all of it is gathered: the length of a loop around that loop.
+        in_branch: whether it stands in a branch of a condition that is not recomputed as a whole.
     """
 
     dtype: np.dtype
     layers: int = 1
     in_backward: bool = True
     repeats: int = 1
+    in_branch: bool = dataclasses.field(default=False, repr=False)
 
 
 def leaf_uses(jaxpr: Any, num_leaves: int) -> list[tuple[LeafUse, ...]]:
@@ -208,10 +210,11 @@ _Value = tuple[_Leaf, ...]  # the parameters that a value stands for; none for a
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in the program: under recomputation, and in loops of so many iterations."""
+    """Where in the program: under recomputation, in loops of so many iterations, in a branch."""
 
     recomputed: bool = False
     iterations: int = 1
+    in_branch: bool = False
 
 
 def _follow(jaxpr: Any, inputs: Sequence[_Value], flags: Sequence[bool], place: _Place) -> list[_Value]:
@@ -249,6 +252,7 @@ def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bo
     elif kind is Kind.EFFECT:
         _end(values, place)
     elif kind is Kind.COND:
+        place = dataclasses.replace(place, in_branch=not place.recomputed)
         for branch in eqn.params["branches"]:
             _end(_follow(_compat.open_jaxpr(branch)[0], values[1:], replicated[1:], place), place)
     else:
@@ -316,7 +320,8 @@ def _of_loop(loop: Loop, values: list[_Value], replicated: list[bool], place: _P
 
 def _use(leaf: _Leaf, place: _Place, *, in_backward: bool) -> None:
     repeats = max(place.iterations // leaf.layers, 1)
-    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, in_backward or leaf.nonlinear or place.recomputed, repeats))
+    again = in_backward or leaf.nonlinear or place.recomputed
+    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, again, repeats, place.in_branch))
 
 
 def _end(values: Sequence[_Value], place: _Place) -> None:
@@ -327,11 +332,12 @@ def _end(values: Sequence[_Value], place: _Place) -> None:
 
 def _merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
     """Uses of the same dtype, layers and repeats as one: within a step they share a gather."""
-    found: dict[tuple[Any, int, int], bool] = {}
+    found: dict[tuple[Any, int, int], tuple[bool, bool]] = {}
     for use in uses:
         key = use.dtype, use.layers, use.repeats
-        found[key] = found.get(key, False) or use.in_backward
-    return tuple(LeafUse(dtype, layers, again, repeats) for (dtype, layers, repeats), again in found.items())
+        again, in_branch = found.get(key, (False, False))
+        found[key] = again or use.in_backward, in_branch or use.in_branch
+    return tuple(LeafUse(*key[:2], again, key[2], in_branch) for key, (again, in_branch) in found.items())
 
 
 def traced_flops(jaxpr: Any, *, recomputed: bool = True) -> int:

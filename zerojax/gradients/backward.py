@@ -247,6 +247,7 @@ def layout_scope(
         min_loop_size=layout.config.min_shard_size,
         forward_only=forward_only,
         order=order,
+        window=layout.config.prefetch_bytes if layout.stage >= 3 else None,
     )
 
 

@@ -1,0 +1,512 @@
+"""A loop over layers in which the next layer travels while this one computes, and the last one's gradient leaves.
+
+Forward, iteration l gathers the weights of layer l + 1; backward it gathers those of layer l - 1 and reduces the
+gradient of layer l + 1, all carried from one iteration to the next: nothing in an iteration waits for a collective that
+began in it. The first and the last iteration stand outside of the loop, so that no byte more is sent than without this.
+
+The weights enter a layer whole, and are no residuals: what the backward pass needs of a layer is read from the traced
+layer, and what depends on weights alone is computed again from the ones gathered for it. Knows nothing of equations:
+a layer is a function of arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import _compat
+from zerojax.collectives.plain import Collectives
+from zerojax.gather.order import together, zero_token
+from zerojax.gather.stored import instantiated
+from zerojax.layout.placement import Placement
+
+Tree = Any
+Arrays = list[Any]
+
+
+class Operands(NamedTuple):
+    """What a loop runs on.
+
+    Attributes:
+        consts: what every layer sees.
+        first: what is carried into the first.
+        xs: arrays of all layers, of which each sees its own.
+        stacks: (what is held, the gradient's input, the feedback or None) of each parameter gathered ahead; where what
+            is held is the gradient's input too, and where there is none, it is None.
+    """
+
+    consts: Arrays
+    first: Arrays
+    xs: Arrays
+    stacks: list[tuple[Any, Any, Any]]
+
+
+# (consts, carried, own part of xs, whole weights, what their gradients are cotangents of) -> (carried, results)
+Layer = Callable[[Arrays, Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ahead:
+    """How a stacked parameter travels, one layer at a time; no array is in it.
+
+    Attributes:
+        collectives: how leaves move.
+        placement: of one layer, in the dtype that travels.
+        is_secondary: whether the secondary partition enters the loop.
+        grad_dtype: of the gradient's input; None: no gradient is wanted.
+        in_backward: whether the backward pass needs the weights.
+        fed_back: by key path, the one reduction that takes the leaf's error feedback.
+    """
+
+    collectives: Collectives
+    placement: Placement
+    is_secondary: bool
+    grad_dtype: Any
+    in_backward: bool
+    fed_back: dict[str, object]
+
+    @property
+    def makes_secondary(self) -> bool:
+        """Whether the loop makes the secondary partition, which the backward pass gathers from."""
+        return self.collectives.secondary is not None and not self.is_secondary
+
+    def held(self, shard: Any) -> Any:
+        """What a layer's weights are gathered from, here and again in the backward pass."""
+        if self.is_secondary:
+            return shard
+        narrow = lax.convert_element_type(shard, self.placement.dtype)
+        make = self.collectives.secondary
+        return narrow if make is None else make(lax.stop_gradient(narrow), self.placement, 0)
+
+    def whole(self, held: Any) -> jax.Array:
+        """A layer's weights."""
+        secondary = self.is_secondary or self.makes_secondary
+        move = self.collectives.gather_secondary if secondary else self.collectives.gather
+        return move(held, self.placement)
+
+    def reduced(self, whole: jax.Array, feedback: Any) -> tuple[jax.Array, Any]:
+        """A layer's gradient as a shard, and what its reduction lost."""
+        if feedback is None:
+            shard, lost = self.collectives.reduce(whole, self.placement), None
+        elif self.fed_back.setdefault(self.placement.path, self) is not self:
+            raise ValueError(
+                f"error_feedback: the gradient of params{self.placement.path} is reduced in more than one place, and "
+                "its feedback can enter only one; turn error_feedback off"
+            )
+        else:
+            shard, lost = self.collectives.reduce_with_feedback(whole, feedback, self.placement)
+        return lax.convert_element_type(shard, self.grad_dtype), lost
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoopAhead:
+    """A loop of two layers or more; no array is in it.
+
+    Attributes:
+        layer: one layer.
+        ahead: how the stacks of the operands travel.
+        results: shapes of the results of all layers.
+        length: number of layers.
+        reverse: whether the last layer comes first.
+        unroll: layers in one iteration of the compiled loop.
+        spread: (for each operand, whether it is differentiated) -> for each carried value, whether it ever is.
+    """
+
+    layer: Layer
+    ahead: Sequence[Ahead]
+    results: Sequence[jax.ShapeDtypeStruct]
+    length: int
+    reverse: bool
+    unroll: int
+    spread: Callable[[Operands], list[bool]]
+
+    def run(self, operands: Operands) -> tuple[Arrays, Arrays]:
+        """The values carried out of the last layer, and the results of all layers."""
+        leaves, structure = jax.tree.flatten(operands)
+
+        @jax.custom_vjp
+        def looped(leaves: Arrays) -> tuple[Arrays, Arrays]:
+            def step(consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+                return *self.layer(consts, carried, xs, wholes, [None] * len(wholes)), []
+
+            values = structure.unflatten(leaves)
+            return self._forward(values, self._first(values), step)[0]
+
+        def fwd(primals: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
+            wanted = [x.perturbed and jnp.issubdtype(jnp.result_type(x.value), jnp.inexact) for x in primals]
+            values = structure.unflatten([x.value for x in primals])
+            return self._kept_forward(values, structure.unflatten(wanted))
+
+        def bwd(residuals: Any, cotangents: tuple[Arrays, Arrays]) -> tuple[Arrays]:
+            if all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in jax.tree.leaves(cotangents)):
+                return ([None] * structure.num_leaves,)
+            return (self._backward(residuals, cotangents),)
+
+        looped.defvjp(fwd, bwd, symbolic_zeros=True)
+        return looped(leaves)
+
+    def _layer_at(self, place: Any) -> Any:
+        """The number of the layer that is run at a place, counted from the first that is run."""
+        return self.length - 1 - place if self.reverse else place
+
+    def _first(self, operands: Operands) -> tuple[Arrays, Arrays]:
+        """What is held of the first layer's weights, and these."""
+        return self._gathered(_at([shard for shard, _, _ in operands.stacks], self._layer_at(0)))
+
+    def _gathered(self, shards: Arrays) -> tuple[Arrays, Arrays]:
+        held = [a.held(shard) for a, shard in zip(self.ahead, shards, strict=True)]
+        return held, [a.whole(x) for a, x in zip(self.ahead, held, strict=True)]
+
+    def _forward(self, operands: Operands, begun: tuple[Arrays, Arrays], step: Callable[..., Any]) -> Any:
+        """((carried, results), what each step but the last keeps, what the last one keeps, secondaries)."""
+        consts, first, xs, stacks = operands
+        held_first, wholes = begun
+        shards = [shard for shard, _, _ in stacks]
+        made = [a.makes_secondary for a in self.ahead]
+
+        def body(state: Any, place: jax.Array) -> Any:
+            carried, wholes, results = state
+            layer, following = self._layer_at(place), _at(shards, self._layer_at(place + 1))
+            if self.unroll != 1:  # else the weights of all layers in an iteration may come at once
+                following, carried = _gated(following, carried)
+            held, after = self._gathered(following)
+            carried, ys, kept = step(consts, carried, _at(xs, layer), wholes)
+            return (carried, after, _put(results, ys, layer)), (kept, [h for h, m in zip(held, made, strict=True) if m])
+
+        results = [jnp.zeros(x.shape, x.dtype) for x in self.results]
+        places = jnp.arange(self.length - 1, dtype=jnp.int32)
+        unroll = min(self.unroll, self.length - 1)
+        (carried, wholes, results), (kept, held) = lax.scan(body, (first, wholes, results), places, unroll=unroll)
+        last = self._layer_at(self.length - 1)
+        carried, ys, kept_last = step(consts, carried, _at(xs, last), wholes)
+        secondaries = [h for h, m in zip(held_first, made, strict=True) if m], held
+        return (carried, _put(results, ys, last)), kept, kept_last, secondaries
+
+    def _kept_forward(self, operands: Operands, wanted: Operands) -> Any:
+        wanted = wanted._replace(first=self.spread(wanted))
+        begun = self._first(operands)
+        consts, first, xs, _ = operands
+        traced = _traced_layer(self, wanted, [consts, first, _at(xs, 0), begun[1]])
+        once = traced.constants(consts)
+        (carried, results), kept, kept_last, secondaries = self._forward(operands, begun, traced.step)
+        # The first gather of the backward pass waits for the end of the forward pass.
+        real = [_is_inexact(x) for x in carried]
+        passed, token = together(_where(carried, real), [zero_token()])
+        carried = _filled(carried, real, passed)
+        return (carried, results), (operands, kept, kept_last, secondaries, once, token, traced)
+
+    def _backward(self, residuals: Any, cotangents: tuple[Arrays, Arrays]) -> list[Any]:
+        """Cotangents of the operands' leaves, in order; None where none is wanted."""
+        operands, kept, kept_last, secondaries, once, token, traced = residuals
+        traced: _TracedLayer
+        wanted, last = traced.wanted, self.length - 1
+        of_carried, of_results = jax.tree.map(instantiated, cotangents)
+        moving = _where(of_carried, wanted.first)
+        trained = _trained(wanted)
+        carries = [a.in_backward for a in self.ahead]
+
+        def shards_at(place: Any) -> Arrays:
+            """What the weights at a place are gathered from."""
+            held_first, held = secondaries
+            made = iter([jax.tree.map(lambda f, h: _select_first(f, h, place), f, h)
+                         for f, h in zip(held_first, held, strict=True)])  # fmt: skip
+            layer = self._layer_at(place)
+            return [next(made) if a.makes_secondary else _at(shard, layer)
+                    for a, (shard, _, _) in zip(self.ahead, operands.stacks, strict=True)]  # fmt: skip
+
+        def gathered(shards: Arrays, which: Sequence[bool]) -> Arrays:
+            return [a.whole(x if a.makes_secondary else a.held(x)) if w else None
+                    for a, x, w in zip(self.ahead, shards, which, strict=True)]  # fmt: skip
+
+        def pulled(kept: Arrays, place: Any, wholes: Arrays, moving: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+            layer = self._layer_at(place)
+            here = gathered(shards_at(place), [not c for c in carries])  # the compiler drops what no use reads
+            wholes = [h if w is None else w for w, h in zip(wholes, here, strict=True)]
+            of_layer = _at(of_results, layer)
+            return traced.pull(
+                kept, once, operands.consts, _at(operands.xs, layer), wholes,
+                _filled(of_carried, wanted.first, moving), of_layer,
+            )  # fmt: skip
+
+        def reduced(wholes: Arrays, place: Any) -> list[Any]:
+            """The gradients of the layer at a place, and what their reductions lost."""
+            layer, new = self._layer_at(place), []
+            of_trained = [a for a, t in zip(self.ahead, trained, strict=True) if t]
+            stacks = _where(operands.stacks, trained)
+            for a, (_, _, feedback), whole in zip(of_trained, stacks, wholes, strict=True):
+                new.append(a.reduced(whole, None if feedback is None else _at(feedback, layer)))
+            return new
+
+        # The last layer: its weights wait for the end of the forward pass, the next ones for the cotangents.
+        (shards, token), before = together(shards_at(last), token), shards_at(last - 1)
+        moving = _plus(moving, token[0])
+        wholes = gathered(shards, carries)
+        before, moving = _gated(before, moving)
+        following = gathered(before, carries)
+        d_consts, moving, d_xs, d_wholes = pulled(kept_last, last, wholes, moving)
+        in_all = [jax.tree.map(lambda x: jnp.zeros((self.length, *x.shape), x.dtype), d) for d in d_xs]
+        in_all = _put(in_all, d_xs, self._layer_at(last))
+        buffers = [
+            jax.tree.map(jnp.zeros_like, (shard if grad_input is None else grad_input, feedback))
+            for shard, grad_input, feedback in _where(operands.stacks, trained)
+        ]
+
+        def body(state: Any, place: jax.Array) -> Any:
+            moving, wholes, d_after, d_consts, in_all, buffers = state
+            # The gradient leaves first, so that it is gone before this layer's needs its place.
+            new, before = reduced(d_after, place + 1), shards_at(place - 1)
+            if new:
+                before, new = _together(before, new)
+            else:
+                before, moving = _gated(before, moving)
+            following = gathered(before, carries)
+            buffers = _put(buffers, new, self._layer_at(place + 1))
+            more, moving, d_xs, d_wholes = pulled(_at(kept, place), place, wholes, moving)
+            if self.unroll != 1:
+                buffers, moving = _gated(buffers, moving)
+            d_consts = [a + b for a, b in zip(d_consts, more, strict=True)]
+            return (moving, following, d_wholes, d_consts, _put(in_all, d_xs, self._layer_at(place)), buffers), None
+
+        state = (moving, following, d_wholes, d_consts, in_all, buffers)
+        if self.length > 2:
+            places = jnp.arange(last - 1, 0, -1, dtype=jnp.int32)
+            state, _ = lax.scan(body, state, places, unroll=min(self.unroll, self.length - 2))
+        moving, wholes, d_after, d_consts, in_all, buffers = state
+        buffers = _put(buffers, reduced(d_after, 1), self._layer_at(1))
+        more, moving, d_xs, d_wholes = pulled(_at(kept, 0), 0, wholes, moving)
+        buffers = _put(buffers, reduced(d_wholes, 0), self._layer_at(0))
+        d_consts = [a + b for a, b in zip(d_consts, more, strict=True)]
+        in_all = _put(in_all, d_xs, self._layer_at(0))
+        return [
+            *_leaves_filled(operands.consts, wanted.consts, d_consts),
+            *_filled([None] * len(of_carried), wanted.first, moving),
+            *_leaves_filled(operands.xs, wanted.xs, in_all), *self._of_stacks(operands.stacks, trained, buffers),
+        ]  # fmt: skip
+
+    def _of_stacks(self, stacks: Sequence[Any], trained: Sequence[bool], buffers: Sequence[Any]) -> list[Any]:
+        """Cotangents of the leaves of the stacks."""
+        out, new = [], iter(buffers)
+        for (shard, grad_input, feedback), trains in zip(stacks, trained, strict=True):
+            grad, lost = next(new) if trains else (None, None)
+            of_shard = [None] * len(jax.tree.leaves(shard))
+            out += [*of_shard, grad] if grad_input is not None else [grad] if trains else of_shard
+            out += [] if feedback is None else [lost]
+        return out
+
+
+class _Source(NamedTuple):
+    """Where a residual of a layer is found in the backward pass."""
+
+    kind: str  # "kept", "once", "xs", "whole"
+    index: int
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _TracedLayer:
+    """A layer with its pullback, traced once; no array of the trace is in it.
+
+    Attributes:
+        jaxpr: inputs as `groups` counts them, outputs the layer's own and then the residuals.
+        groups: numbers of leaves of consts, carried values, xs and whole weights.
+        structure: of the pullback.
+        sources: where each residual is found.
+        own: number of outputs of the layer itself.
+        carried: of these, the carried values.
+        inexact: which of them are differentiable.
+        wanted: which operands are differentiated.
+    """
+
+    jaxpr: Any
+    groups: tuple[int, int, int, int]
+    structure: Any
+    sources: tuple[_Source, ...]
+    own: int
+    carried: int
+    inexact: tuple[bool, ...]
+    wanted: Operands
+    by_kind: dict[str, list[Any]]
+
+    def _bound(self, *groups: Any) -> dict[Any, Any]:
+        """The inputs of the jaxpr, for groups of operands in order; None: not given."""
+        inner, consts = _compat.open_jaxpr(self.jaxpr)
+        env = dict(zip(inner.constvars, consts, strict=True))
+        begin = 0
+        for group, count in zip(groups, self.groups, strict=True):
+            if group is not None:
+                env.update(zip(inner.invars[begin : begin + count], jax.tree.leaves(group), strict=True))
+            begin += count
+        return env
+
+    def constants(self, consts: Arrays) -> Arrays:
+        """Residuals that are the same for all layers."""
+        return _evaluated(self.jaxpr, self._bound(consts, None, None, None), self.by_kind["once"])
+
+    def step(self, consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """The layer: (carried, results, residuals of this layer)."""
+        inner, _ = _compat.open_jaxpr(self.jaxpr)
+        wanted = [*inner.outvars[: self.own], *self.by_kind["kept"]]
+        out = _evaluated(self.jaxpr, self._bound(consts, carried, xs, wholes), wanted)
+        return out[: self.carried], out[self.carried : self.own], out[self.own :]
+
+    def pull(
+        self, kept: Arrays, once: Arrays, consts: Arrays, xs: Arrays, wholes: Arrays, of_carried: Arrays,
+        of_results: Arrays,
+    ) -> tuple[Arrays, Arrays, Arrays, Arrays]:  # fmt: skip
+        """Cotangents of the differentiated leaves of consts, carried values and xs, and of the whole weights."""
+        again = _evaluated(self.jaxpr, self._bound(consts, None, None, wholes), self.by_kind["whole"])
+        found = {"kept": kept, "once": once, "xs": jax.tree.leaves(xs), "whole": again}
+        leaves = [found[source.kind][source.index] for source in self.sources]
+        cotangents = [c for c, i in zip([*of_carried, *of_results], self.inexact, strict=True) if i]
+        return self.structure.unflatten(leaves)(cotangents)
+
+
+def _traced_layer(loop: LoopAhead, wanted: Operands, examples: Sequence[Any]) -> _TracedLayer:
+    """Traces a layer and its pullback on examples of (consts, carried, xs, whole weights)."""
+    noted: list[Any] = []
+    trained = _trained(wanted)
+
+    def traced(consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays]:
+        def of_wanted(d_consts: Arrays, d_carried: Arrays, d_xs: Arrays, d_wholes: Arrays) -> tuple[Arrays, Arrays]:
+            out, ys = loop.layer(
+                _leaves_replaced(consts, wanted.consts, d_consts), _filled(carried, wanted.first, d_carried),
+                _leaves_replaced(xs, wanted.xs, d_xs), wholes, _filled([None] * len(wholes), trained, d_wholes),
+            )  # fmt: skip
+            own = [*out, *ys]
+            inexact = tuple(map(_is_inexact, own))
+            noted[:] = [inexact, len(out)]
+            return _where(own, inexact), _where(own, [not i for i in inexact])
+
+        holders = [jnp.zeros(a.placement.shape, a.placement.dtype) for a in _where(loop.ahead, trained)]
+        out, pullback, others = jax.vjp(
+            of_wanted, _leaves_where(consts, wanted.consts), _where(carried, wanted.first),
+            _leaves_where(xs, wanted.xs), holders, has_aux=True,
+        )  # fmt: skip
+        leaves, structure = jax.tree.flatten(pullback)
+        noted.append(structure)
+        real, rest = iter(out), iter(others)
+        return [next(real) if i else next(rest) for i in noted[0]], leaves
+
+    jaxpr = jax.make_jaxpr(traced)(*examples)
+    inexact, carried, structure = noted
+    groups = tuple(len(jax.tree.leaves(part)) for part in examples)
+    sources, by_kind = _sources(jaxpr, groups, len(inexact))
+    return _TracedLayer(jaxpr, groups, structure, sources, len(inexact), carried, inexact, wanted, by_kind)
+
+
+def _sources(jaxpr: Any, groups: Sequence[int], own: int) -> tuple[tuple[_Source, ...], dict[str, list[Any]]]:
+    """Where each residual is found: kept for each layer only if it depends on what differs between layers."""
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    consts, carried, xs, _ = groups
+    kinds: dict[Any, str] = {}
+    for i, var in enumerate(inner.invars):
+        kinds[var] = "once" if i < consts else "kept" if i < consts + carried + xs else "whole"
+    for eqn in inner.eqns:
+        inputs = {kinds.get(v, "once") for v in eqn.invars if not isinstance(v, _compat.Literal)}
+        kind = "kept" if "kept" in inputs else "whole" if "whole" in inputs else "once"
+        kinds.update(dict.fromkeys(eqn.outvars, kind))
+    own_xs = {var: i for i, var in enumerate(inner.invars[consts + carried : consts + carried + xs])}
+    by_kind: dict[str, list[Any]] = {"kept": [], "once": [], "whole": []}
+    sources = []
+    for atom in inner.outvars[own:]:
+        literal = isinstance(atom, _compat.Literal)
+        if not literal and atom in own_xs:
+            sources.append(_Source("xs", own_xs[atom]))
+            continue
+        kind = "once" if literal else kinds.get(atom, "once")
+        known = [i for i, other in enumerate(by_kind[kind]) if other is atom]
+        if not known:
+            by_kind[kind].append(atom)
+        sources.append(_Source(kind, known[0] if known else len(by_kind[kind]) - 1))
+    return tuple(sources), by_kind
+
+
+def _evaluated(jaxpr: Any, env: dict[Any, Any], wanted: Sequence[Any]) -> Arrays:
+    """Some values of a jaxpr, by the equations that they need."""
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    needed = {v for v in wanted if not isinstance(v, _compat.Literal)}
+    run = []
+    for eqn in reversed(inner.eqns):
+        if needed.intersection(eqn.outvars):
+            run.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, _compat.Literal))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+    for eqn in reversed(run):
+        env.update(zip(eqn.outvars, _compat.bind_equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [jnp.asarray(read(v)) if isinstance(v, _compat.Literal) else read(v) for v in wanted]
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _at(tree: Tree, layer: Any) -> Tree:
+    """One layer of each array."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), tree)
+
+
+def _put(tree: Tree, values: Tree, layer: Any) -> Tree:
+    """The arrays of all layers with one layer replaced."""
+    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v, layer, 0), tree, values)
+
+
+def _select_first(first: Any, others: Any, place: Any) -> Any:
+    """What was made at a place: before the loop, or in it."""
+    if isinstance(place, int):
+        return first if place == 0 else lax.index_in_dim(others, place - 1, keepdims=False)
+    later = lax.dynamic_index_in_dim(others, jnp.maximum(place - 1, 0), keepdims=False)
+    return jnp.where(place == 0, first, later)
+
+
+def _gated(values: Tree, carried: Arrays) -> tuple[Tree, Arrays]:
+    """Values, not before the floats among what is carried."""
+    leaves, structure = jax.tree.flatten(values)
+    real = [_is_inexact(x) for x in carried]
+    leaves, passed = together(leaves, _where(carried, real))
+    return structure.unflatten(leaves), _filled(carried, real, passed)
+
+
+def _together(one: Tree, other: Tree) -> tuple[Tree, Tree]:
+    """Neither before both are there."""
+    leaves, structure = jax.tree.flatten((one, other))
+    return structure.unflatten(lax.optimization_barrier(leaves))
+
+
+def _plus(values: Arrays, token: jax.Array) -> Arrays:
+    """The values, the first of which reads a token, which is zero."""
+    return [values[0] + token.astype(values[0].dtype), *values[1:]] if values else values
+
+
+def _where(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [v for v, m in zip(values, mask, strict=True) if m]
+
+
+def _filled(values: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
+    fresh = iter(new)
+    return [next(fresh) if m else v for v, m in zip(values, mask, strict=True)]
+
+
+def _leaves_where(tree: Tree, mask: Tree) -> list[Any]:
+    return _where(jax.tree.leaves(tree), jax.tree.leaves(mask))
+
+
+def _leaves_replaced(tree: Tree, mask: Tree, new: Sequence[Any]) -> Tree:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_filled(leaves, jax.tree.leaves(mask), new))
+
+
+def _leaves_filled(tree: Tree, mask: Tree, new: Sequence[Any]) -> list[Any]:
+    return _filled([None] * len(jax.tree.leaves(tree)), jax.tree.leaves(mask), new)
+
+
+def _trained(wanted: Operands) -> list[bool]:
+    """Which stacks are differentiated: by the gradient's input, which often is what is held."""
+    return [any(jax.tree.leaves(shard if grad_input is None else grad_input)) for shard, grad_input, _ in wanted.stacks]
