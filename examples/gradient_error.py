@@ -106,7 +106,7 @@ def reduced_by_zerojax(params: Any, grads: list[Any], options: dict[str, Any]) -
     layout = _layout(params, stage=3, **options)
     stored, fn, means, carried = layout.shard(params), jax.jit(zerojax.value_and_grad(inner_product, layout)), [], {}
     if layout.config.error_feedback:
-        carried["feedback"] = zerojax.init_feedback(layout)
+        carried["wire"] = zerojax.init_wire_state(layout)
     for g in grads:
         _, mean, *lost = fn(stored, _put(g, layout), **carried)
         carried = dict.fromkeys(carried, *lost)

@@ -107,7 +107,7 @@ class Setup(NamedTuple):
     grad_fn: Callable[..., tuple[jax.Array, Any]]  # (params, batch, *key) -> loss, grads
     evaluate: Callable[..., jax.Array]  # (params, batch) -> loss
     put: Callable[[np.ndarray], jax.Array]  # a host's batch to the devices
-    feedback: Any = None  # of quantised gradients; then grad_fn takes it as feedback= and returns the next one
+    wire: Any = None  # what the wire remembers; then grad_fn takes it as wire= and returns the next one
     node_bytes: int = 0  # predicted bytes into each node per step
     manager: zerojax.CheckpointManager | None = None  # of the run's steps on disk
 
@@ -157,7 +157,7 @@ def set_up_zero(
         grad_fn=zerojax.value_and_grad(loss_fn, layout),
         evaluate=jax.jit(zerojax.apply(loss_fn, layout)),
         put=lambda batch: jax.make_array_from_callback(batch.shape, batch_sharding, lambda index: batch[index]),
-        feedback=zerojax.init_feedback(layout) if layout.config.error_feedback else None,
+        wire=zerojax.init_wire_state(layout),
         node_bytes=bytes_into_node(loss_fn, layout, config.sequence),
         manager=zerojax.CheckpointManager(folder, layout, tx, keep=3, every=every) if folder else None,
     )
@@ -192,9 +192,9 @@ def with_master_weights(tx: optax.GradientTransformation) -> optax.GradientTrans
     return optax.GradientTransformation(init, update)
 
 
-def with_feedback(feedback: Any) -> dict[str, Any]:
+def remembering(wire: Any) -> dict[str, Any]:
     """The gradient function's keyword argument; none where nothing is carried."""
-    return {} if feedback is None else {"feedback": feedback}
+    return {} if wire is None else {"wire": wire}
 
 
 def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None = None) -> Run:
@@ -202,17 +202,17 @@ def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Any, carried: Any, batch: jax.Array, *key: jax.Array) -> tuple[Any, Any, jax.Array]:
-        opt_state, feedback = carried
-        loss, grads, *lost = setup.grad_fn(params, batch, *key, **with_feedback(feedback))
+        opt_state, wire = carried
+        loss, grads, *new_wire = setup.grad_fn(params, batch, *key, **remembering(wire))
         updates, opt_state = setup.tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), (opt_state, lost[0] if lost else None), loss
+        return optax.apply_updates(params, updates), (opt_state, new_wire[0] if new_wire else None), loss
 
     rng = np.random.default_rng(flags.seed)
     held_out = [setup.put(sample_batch(text.validation, rng, flags.batch, flags.seq)) for _ in range(8)]
-    params, carried = setup.params, (setup.opt_state, setup.feedback)
+    params, carried = setup.params, (setup.opt_state, setup.wire)
     first = setup.put(sample_batch(text.train, rng, flags.batch, flags.seq))
     keys = [(jax.random.fold_in(jax.random.key(flags.seed), i),) if flags.dropout else () for i in range(flags.steps)]
-    grads = jax.jit(setup.grad_fn)(params, first, *keys[0], **with_feedback(setup.feedback))[1]
+    grads = jax.jit(setup.grad_fn)(params, first, *keys[0], **remembering(setup.wire))[1]
     run = Run(
         name=setup.name,
         bytes={
@@ -227,7 +227,7 @@ def train(setup: Setup, text: Text, flags: argparse.Namespace, other: Run | None
         return zerojax.TrainState(np.asarray(step, np.int32), params, *carried)  # type: ignore[arg-type]
 
     if setup.manager and (found := setup.manager.restore(like=state_at(0))) is not None:
-        params, carried = found.state.params, (found.state.opt_state, found.state.feedback)
+        params, carried = found.state.params, (found.state.opt_state, found.state.wire)
         rng, run.losses = found.data["rng"], found.data["losses"]
     with make_progress(enabled=jax.process_index() == 0) as progress:
         first_step = len(run.losses)

@@ -28,6 +28,7 @@ FOLDERS: dict[str, tuple[str, set[str]]] = {
     "hlo": ("reads compiled programs", set()),
 }
 FOLDERS["planner"] = ("predicts a step", FOLDERS.keys() - {"checkpoints"})
+FOLDERS["tuning"] = ("measures a step", FOLDERS.keys() - {"checkpoints"})
 # The faces: they hand on names of the folders.
 FACES = ("zerojax/__init__.py", "zerojax/__main__.py")
 
@@ -176,3 +177,14 @@ def test_every_signature_is_annotated(path):
             if bare or node.returns is None:
                 missing.append(f"{path.name}:{node.lineno} {node.name}({', '.join(bare)})")
     assert not missing
+
+
+@pytest.mark.parametrize("path", sources("zerojax", "pallas_kernels", "examples"), ids=lambda p: p.stem)
+def test_sections_of_docstrings_are_indented_by_four(path):
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (ast.get_docstring(node) or "").splitlines()
+            heads = [i for i, line in enumerate(lines) if line in ("Args:", "Attributes:", "Returns:", "Raises:")]
+            found += [lines[i + 1] for i in heads if not lines[i + 1].startswith("    ") or lines[i + 1][4] == " "]
+    assert not found

@@ -50,7 +50,7 @@ def train_gpt(out: Path, *flags: str) -> dict:
 
 # Which classes of training state a stage divides.
 DIVIDED = {
-    1: {"optimizer state", "gradients"},  # whole only while the backward pass runs
+    1: {"optimizer state", "gradients"},  # full only while the backward pass runs
     3: {"optimizer state", "gradients", "parameters"},
 }
 
@@ -64,7 +64,7 @@ def test_each_stage_trains_as_plain_optax_does_and_holds_less(stage, tmp_path):
     for state, plain_bytes in plain["bytes"].items():
         part = zero["bytes"][state] / plain_bytes
         if state in DIVIDED[stage]:
-            # An eighth, and the small leaves that stay whole: less than a fifth of this tiny model.
+            # An eighth, and the small leaves that stay replicated: less than a fifth of this tiny model.
             assert 1 / 8 <= part < 0.3, state
         else:
             assert part == 1, state

@@ -5,8 +5,8 @@ from zerojax.checkpoints.manager import CheckpointManager
 from zerojax.checkpoints.saving import restore, save
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.equation import GatherWarning
-from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.transform import apply, value_and_grad
+from zerojax.gradients.wire import WireState, init_wire_state
 from zerojax.hlo.program import expect_collectives, read_program
 from zerojax.hosts.start import distributed
 from zerojax.layout.layout import Layout
@@ -25,6 +25,8 @@ from zerojax.training.nonfinite import NonFinite, NonFiniteError
 from zerojax.training.remat import checkpoint
 from zerojax.training.state import TrainState
 from zerojax.training.step import make_train_step
+from zerojax.tuning.pilot import pilot
+from zerojax.tuning.report import PilotReport
 
 __version__ = "0.1.0"
 
@@ -39,9 +41,11 @@ __all__ = [
     "LossScaleState",
     "NonFinite",
     "NonFiniteError",
+    "PilotReport",
     "Placement",
     "QuantFormat",
     "TrainState",
+    "WireState",
     "ZeroConfig",
     "ZeroNotice",
     "ZeroState",
@@ -51,11 +55,12 @@ __all__ = [
     "distributed",
     "expect_collectives",
     "export",
-    "init_feedback",
+    "init_wire_state",
     "low_precision_adamw",
     "make_mesh",
     "make_train_step",
     "partition",
+    "pilot",
     "plan",
     "predict_traffic",
     "read_program",

@@ -68,7 +68,7 @@ class ZeroConfig:
         kernels: who quantises on GPUs: "auto" takes a Pallas kernel where its first use on the device shows that it has
             the bits of XLA's program and is not slower, "always" where there is one, "never" leaves it to XLA. The
             values are the same. The environment variable PALLAS_KERNELS says it for "auto".
-        prefetch_bytes: bytes of whole weights that may be gathered ahead of their use outside of loops (stage 3); the
+        prefetch_bytes: bytes of full weights that may be gathered ahead of their use outside of loops (stage 3); the
             next use's weights always may, however large. Memory then does not grow with the number of layers of an
             unrolled model. None: the compiler decides, and holds more the more layers there are.
 

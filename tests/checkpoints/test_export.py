@@ -95,8 +95,8 @@ def test_what_does_not_fit_is_one_error(saved):
         zerojax.export(folder / "nothing", folder / "y.npz")
     cut = folder / "cut.safetensors"
     cut.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"cut.safetensors is not a whole safetensors file: .*its data is cut"):
+    with pytest.raises(ValueError, match=r"cut.safetensors is not a complete safetensors file: .*its data is cut"):
         layout.load(cut)
     (folder / "empty.safetensors").touch()
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         layout.load(folder / "empty.safetensors")

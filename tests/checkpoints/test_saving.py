@@ -124,16 +124,16 @@ def test_error_feedback_of_another_layout_starts_from_zero_and_says_so(tmp_path)
         return layout, tx, zerojax.TrainState.create(layout.shard(parameters()), tx, layout)
 
     layout, tx, state = make_state("2x4")
-    state = state._replace(feedback=jax.tree.map(lambda x: x + 1, state.feedback))
+    state = state._replace(wire=jax.tree.map(lambda x: x + 1, state.wire))
     zerojax.save(tmp_path / "run", state, layout, tx)
     same(zerojax.restore(tmp_path / "run", layout, tx), state)
     other, other_tx, fresh = make_state("3x2")
-    with pytest.warns(zerojax.ZeroNotice, match="feedback in the checkpoint is of another layout"):
+    with pytest.warns(zerojax.ZeroNotice, match=r"\(error feedback\) is of another layout"):
         restored = zerojax.restore(tmp_path / "run", other, other_tx)
-    same(restored.feedback, fresh.feedback)
+    same(restored.wire, fresh.wire)
     plain, plain_tx, _ = make("2x4", 1)
-    with pytest.warns(zerojax.ZeroNotice, match="feedback in the checkpoint"):
-        assert zerojax.restore(tmp_path / "run", plain, plain_tx).feedback is None
+    with pytest.warns(zerojax.ZeroNotice, match="wire remembers in the checkpoint"):
+        assert zerojax.restore(tmp_path / "run", plain, plain_tx).wire is None
 
 
 def test_padding_is_not_in_the_checkpoint_and_other_tools_read_it(tmp_path):

@@ -62,7 +62,7 @@ def test_bytes_on_each_device_are_those_of_the_paper(stage, mesh, odd):
     total = held(stored) + held(grads) + held((state.inner, state.master)) - count
     formulas = {
         0: 16 * psi,
-        # Stage 1 holds whole gradients inside the step, but returns shards: 2 psi of them for a moment.
+        # Stage 1 holds full gradients inside the step, but returns shards: 2 psi of them for a moment.
         1: 2 * psi + 14 * psi / n,
         2: 2 * psi + 14 * psi / n,
         3: 16 * psi / n,

@@ -1,4 +1,4 @@
-"""Programs that run the layers of a stack inside other control flow: what no weight must be gathered whole for."""
+"""Programs that run the layers of a stack inside other control flow: what no weight must be gathered in full for."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from models import ramp
 from weight_programs import layers, mean, parameters
 
 LAYERED: dict[str, Any] = {}
-# Gather whole stacks, and say so.
+# Gather full stacks, and say so.
 TOLD: set[str] = set()
 LENGTH = 3
 

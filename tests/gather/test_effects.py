@@ -1,6 +1,6 @@
 """Weights in equations that do more than compute: references are written and read, the host is called.
 
-Such an equation is given whole weights, runs once, and is differentiated as plain JAX does it: the oracle is
+Such an equation is given full weights, runs once, and is differentiated as plain JAX does it: the oracle is
 `jax.value_and_grad` on one device of the mean over the devices' parts of the batch.
 """
 

@@ -1,4 +1,4 @@
-"""The evaluator: any program over stored parameters has the values and gradients it has over whole ones.
+"""The evaluator: any program over stored parameters has the values and gradients it has over full ones.
 
 The oracle is `jax.value_and_grad` on one device of the mean over the devices' parts of the batch. Every program stands
 for a primitive or a way of using a weight. What must be true of the way there (how often, in which dtype and where
@@ -38,7 +38,7 @@ from weight_programs import (
 
 import zerojax
 
-# At stage 2 weights are whole and only the way of the gradient differs.
+# At stage 2 weights are replicated and only the way of the gradient differs.
 STAGE_TWO = (
     "tied_and_transposed", "static_slices", "slice_whose_place_differs_between_devices", "scanned_under_checkpoint",
     "narrow_stack_scanned", "layers_in_microbatches", "stack_scanned_and_used_whole", "stopped_gradients",
@@ -179,7 +179,7 @@ def compiled_text(fn) -> str:
 def test_no_stack_of_whole_weights_is_in_the_compiled_program(fn):
     text = compiled_text(fn)
     assert "f32[3,12,4]" in text, "stacks of shards are"
-    assert "f32[12,16]" in text, "single whole weights are"
+    assert "f32[12,16]" in text, "single full weights are"
     assert "f32[3,12,16]" not in text
     assert "f32[3,16,12]" not in text
 

@@ -1,4 +1,4 @@
-"""No whole stack is gathered in silence: layers inside branches, loops and rules of their own move one at a time.
+"""No full stack is gathered in silence: layers inside branches, loops and rules of their own move one at a time.
 
 Values and gradients are those of plain JAX on one device. What a program gathers is read from its jaxpr: no gather may
 bring more than a layer, unless a `GatherWarning` says so.

@@ -108,7 +108,7 @@ def test_memory_of_unrolled_layers_grows_by_what_they_keep_and_no_gather_is_merg
 
 
 def gathered_bytes(program):
-    """Bytes of the weights that come whole out of gathers, by those over the inner axis."""
+    """Bytes of the full weights that come out of gathers, by those over the inner axis."""
     return sum(
         sum(s.num_bytes for s in c.results) for c in program.collectives if c.kind == "all-gather" and is_inner(c)
     )

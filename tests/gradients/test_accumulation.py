@@ -54,17 +54,17 @@ def test_both_policies_give_the_gradient_of_one_large_batch(stage, mesh, accumul
 
 @pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")
 def test_a_deferred_quantised_reduction_loses_what_that_of_one_large_batch_loses():
-    """Whole sums are quantised once per step; in other blocks, since a stack is then reduced as one leaf."""
+    """Full sums are quantised once per step; in other blocks, since a stack is then reduced as one leaf."""
     layout, params = layout_of("++")
     stored, batch = layout.shard(params), models.dense_batches(1, 48)[0]
     exact = jax.tree.leaves(jax.jit(jax.grad(models.dense_loss))(params, batch))
 
     def lost(count):
         grad_fn = zerojax.value_and_grad(models.dense_loss, layout, microbatches=count, accumulation="deferred")
-        _, grads, feedback = jax.jit(grad_fn)(stored, batch, feedback=zerojax.init_feedback(layout))
+        _, grads, wire = jax.jit(grad_fn)(stored, batch, wire=zerojax.init_wire_state(layout))
         grads = jax.tree.leaves(layout.unshard(grads))
         # The first, the last and the stacked matrices lose something between nodes; a stack of vectors does not.
-        assert sum(bool(jnp.any(x != 0)) for x in jax.tree.leaves(feedback)) == 3
+        assert sum(bool(jnp.any(x != 0)) for x in jax.tree.leaves(wire)) == 3
         return [np.linalg.norm(g - e) / np.linalg.norm(e) for g, e in zip(grads, exact, strict=True)]
 
     one, many = lost(1), lost(3)
@@ -146,5 +146,5 @@ def test_sharded_reduces_every_microbatch_and_keeps_no_whole_accumulator():
     two, four = (compiled(3, "sharded", count) for count in (2, 4))
     assert reduced_bytes(four) == 2 * reduced_bytes(two) > 0
     deferred = compiled(3, "deferred", 4)
-    # The float32 sum, whole instead of a sixteenth.
+    # The float32 sum, full instead of a sixteenth.
     assert deferred.memory.temp - four.memory.temp >= 4 * ELEMENTS * 15 / 16 * 0.98

@@ -133,7 +133,7 @@ def test_stage_three_gathers_twice_and_reduces_once_per_layer_and_leaf(nodes, lo
     program, layout, _ = compiled(nodes, local, remat=remat)
     wanted = sorted(layer_bytes(layout, name) for name in LARGE)
     for kind, times in (("all-gather", 2), ("reduce-scatter", 1)):
-        # The hop that completes (or starts from) the whole weight of a layer, over "local". The compiler may peel the
+        # The hop that completes (or starts from) the full weight of a layer, over "local". The compiler may peel the
         # first or last iteration off a loop; the number of executions stays.
         runs, looped = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
         for one in program.select(kind, axes="local", min_bytes=SIZEABLE):
@@ -151,7 +151,7 @@ def test_stage_three_sends_weights_in_two_bytes_and_no_activation(nodes, local, 
     program, layout, _ = compiled(nodes, local, remat=remat)
     embed = math.prod(layout.placements["embed"].padded_shape) * 2
     layers = {layer_bytes(layout, name) for name in LARGE}
-    # Over "local" arrays are whole on one side, over "node" they are the part of one device of the node.
+    # Over "local" arrays are full on one side, over "node" they are the part of one device of the node.
     sizes = {size // part for size in (*layers, embed) for part in (1, local)}
     for one in program.select(min_bytes=SIZEABLE):
         assert one.kind in ("all-gather", "reduce-scatter"), one
@@ -179,7 +179,7 @@ def test_parameters_and_state_are_updated_in_place(stage):
 @AOT
 @pytest.mark.parametrize("remat", [False, True])
 def test_memory_does_not_grow_with_whole_weights_of_layers(remat):
-    """Doubling the layers adds activations and shards, no layer's whole weight."""
+    """Doubling the layers adds activations and shards, no layer's full weight."""
     weight = 2 * 12 * WIDTH * WIDTH  # one layer in bfloat16
 
     def growth(by):
@@ -196,7 +196,7 @@ def test_memory_does_not_grow_with_whole_weights_of_layers(remat):
 
 @AOT
 def test_memory_grows_with_the_width_as_shards_do():
-    """At fixed activations per width, a layer's whole weight would grow with the square of the width."""
+    """At fixed activations per width, a layer's full weight would grow with the square of the width."""
     def per_layer(width):
         few, many = compiled(width=width), compiled(width=width, layers=2 * LAYERS)
         return (many.program.memory.temp - few.program.memory.temp) / LAYERS

@@ -74,7 +74,7 @@ def test_the_main_job_reports_what_the_techniques_save_and_cost(example, capsys,
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("predicted bytes into each node")]
     ours, theirs = (int(word.replace(",", "")) for word in line.split() if word.strip(",").replace(",", "").isdigit())
-    # A quarter and 5 %, and the leaves of fewer than 16384 elements, which stay whole in this tiny model.
+    # A quarter and 5 %, and the leaves of fewer than 16384 elements, which stay replicated in this tiny model.
     assert 0.25 < ours / theirs < 0.6
     assert "validation loss" in printed
 

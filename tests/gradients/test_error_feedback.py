@@ -21,10 +21,10 @@ def make_layout(stage=3, **options):
 
 def test_the_mean_over_steps_becomes_exact():
     layout, steps = make_layout(), 8
-    fn, feedback = jax.jit(zerojax.value_and_grad(models.dense_loss, layout)), zerojax.init_feedback(layout)
+    fn, wire = jax.jit(zerojax.value_and_grad(models.dense_loss, layout)), zerojax.init_wire_state(layout)
     stored, of_steps = layout.shard(PARAMS), []
     for _ in range(steps):
-        _, grads, feedback = fn(stored, BATCH, feedback=feedback)
+        _, grads, wire = fn(stored, BATCH, wire=wire)
         of_steps.append(layout.unshard(grads))
     want = jax.jit(jax.grad(models.dense_loss))(PARAMS, BATCH)
 
@@ -53,17 +53,17 @@ def test_it_is_carried_saved_and_restored_bit_for_bit(stage, microbatches, tmp_p
     state = zerojax.TrainState.create(layout.shard(PARAMS), tx, layout)
     for _ in range(2):
         state, _ = step(state, BATCH)
-    lost = jax.tree.leaves(state.feedback)
+    lost = jax.tree.leaves(state.wire)
     # The first, the last and the stacked matrices; stacks of vectors lose nothing.
     assert sum(np.abs(np.asarray(x, np.float32)).max() > 0 for x in lost) == 3
     # Two nodes, each leaf split inside the node: a quarter of the leaf on each device.
     assert max(models.largest_shard(x) / (x.nbytes / 2) for x in lost) == 1 / 4
     zerojax.save(tmp_path / "run", state, layout, tx)
     restored = zerojax.restore(tmp_path / "run", layout, tx)
-    for x in (*jax.tree.leaves(restored.feedback),):
+    for x in (*jax.tree.leaves(restored.wire),):
         assert x.dtype == jnp.bfloat16
     on, again = step(state, BATCH)[0], step(restored, BATCH)[0]
-    for a, b in zip(*(jax.tree.leaves((s.params, s.feedback)) for s in (on, again)), strict=True):
+    for a, b in zip(*(jax.tree.leaves((s.params, s.wire)) for s in (on, again)), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
         assert a.sharding == b.sharding
 
@@ -71,9 +71,10 @@ def test_it_is_carried_saved_and_restored_bit_for_bit(stage, microbatches, tmp_p
 def test_what_does_not_fit_is_refused():
     layout = make_layout()
     fn = zerojax.value_and_grad(models.dense_loss, layout)
-    for feedback in (None, zerojax.init_feedback(layout)["first"], {**zerojax.init_feedback(layout), "last": None}):
-        with pytest.raises(ValueError, match=r"pass feedback=zerojax.init_feedback\(layout\)"):
-            fn(layout.shard(PARAMS), BATCH, feedback=feedback)
+    right = zerojax.init_wire_state(layout)
+    for wire in (None, right.feedback, zerojax.WireState({**right.feedback, "last": None}), zerojax.WireState()):
+        with pytest.raises(ValueError, match=r"pass wire=zerojax.init_wire_state\(layout\)"):
+            fn(layout.shard(PARAMS), BATCH, wire=wire)
 
 
 def test_a_leaf_that_is_reduced_in_two_places_is_refused_by_its_path():
@@ -84,4 +85,4 @@ def test_a_leaf_that_is_reduced_in_two_places_is_refused_by_its_path():
 
     fn = zerojax.value_and_grad(loss_fn, layout)
     with pytest.raises(ValueError, match=r"params\['stack'\]\['w'\] is reduced in more than one place"):
-        jax.eval_shape(fn, layout.shard(PARAMS), BATCH, feedback=zerojax.init_feedback(layout))
+        jax.eval_shape(fn, layout.shard(PARAMS), BATCH, wire=zerojax.init_wire_state(layout))

@@ -1,4 +1,4 @@
-"""Stored parameters after the batch (teachers, target networks, GANs) reach the loss whole and without padding."""
+"""Stored parameters after the batch (teachers, target networks, GANs) reach the loss in full and without padding."""
 
 import jax
 import jax.numpy as jnp

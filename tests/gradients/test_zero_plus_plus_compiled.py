@@ -184,7 +184,7 @@ def test_small_leaves_share_their_collectives():
     one = compiled("perceptron", 2, 8)
     replicated = [p for p in one.layout.leaves if not p.is_sharded]
     assert [p.path for p in replicated] == ["['down_bias']", "['scale']"]
-    # The loss and the gradients of all leaves that stay whole: one sum.
+    # The loss and the gradients of all leaves that stay replicated: one sum.
     (reduced,) = one.program.select("all-reduce")
     assert reduced.payload_bytes == 4 * (1 + sum(math.prod(p.shape) for p in replicated))
     # The stack of biases that is large enough to be split: whole, once per hop, outside the loop.

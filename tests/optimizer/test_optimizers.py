@@ -94,7 +94,7 @@ def train_and_check(name, layout, grad_fn):
 def test_sharded_optimizer_equals_the_unsharded_one(name):
     layout = models.make_layout(parameters(), "1x7" if name in ("adafactor", "lamb", "clip_chain") else "2x4", 3)
     state, want_state, _ = train_and_check(name, layout, zerojax.value_and_grad(models.dense_loss, layout))
-    # Every leaf of the state as large as a matrix is split; none is held whole by a device.
+    # Every leaf of the state as large as a matrix is split; none is held in full by a device.
     for x in jax.tree.leaves(state):
         assert x.size < 24 * 5 or models.largest_shard(x) <= -(-x.nbytes // layout.num_shards), x.shape
     # Scalars of the state (counts, injected rates, norms) are those of the oracle.
@@ -161,7 +161,7 @@ def test_a_history_of_updates_is_split_by_its_own_shape():
 
 
 def test_init_makes_no_full_copy_of_a_state_leaf():
-    """The compiled initialiser's results are shards, and it needs no temporary of a whole leaf."""
+    """The compiled initialiser's results are shards, and it needs no temporary of a full leaf."""
     shapes = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)}
     layout = models.make_layout(shapes, "2x4", 3)
     params = layout.init(lambda: {"w": jnp.ones((1024, 512), jnp.bfloat16)})

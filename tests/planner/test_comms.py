@@ -56,7 +56,7 @@ def test_volumes_into_a_node_are_those_of_the_zero_plus_plus_paper(name, model):
     assert paper_volume(layout.config, two_level=True) == paper
     entering = total(predict_traffic(layout, uses), "node_bytes") / model_bytes(params)
     # A node already holds 1/48 of everything. Scales add 1/128 to int8 weights (2 bytes a block of 256) and 6.7 % to
-    # the int4 hop (a byte a block of 32, 2 bytes a tile of 1024); norms and biases, 0.01 % of the elements, stay whole.
+    # the int4 hop (a byte a block of 32, 2 bytes a tile of 1024); norms and biases (0.01 %) stay replicated.
     assert 47 / 48 * paper * 0.999 <= entering <= 47 / 48 * paper * 1.03
     assert entering <= 1.05 * paper
 

@@ -105,7 +105,7 @@ def test_predictions_equal_the_bytes_of_arrays_that_exist(stage, mesh, optimizer
     assert held.master == bytes_on_devices(state.master)
     batch = jax.tree.map(lambda x: x.astype(dtype), models.dense_batches(1)[0])
     _, grads = jax.jit(zerojax.value_and_grad(narrow_loss, layout))(params, batch)
-    if stage == 1 and layout.num_shards > 1:  # whole gradients during the backward pass, shards after it
+    if stage == 1 and layout.num_shards > 1:  # full gradients during the backward pass, shards after it
         assert held.grads > bytes_on_devices(grads)
     else:
         assert held.grads == bytes_on_devices(grads)

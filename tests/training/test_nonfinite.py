@@ -69,14 +69,14 @@ def test_raising_in_bfloat16_loses_nothing_and_names_the_step_and_the_reason(con
     layout, tx, state = prepare(jnp.bfloat16, min_quantize_size=0, **config)
     step = zerojax.make_train_step(loss_fn, tx, layout, on_nonfinite="raise")
     state, first = step(state, batch_of(0))
-    before = bits((state.params, state.opt_state, state.feedback))
+    before = bits((state.params, state.opt_state, state.wire))
     state, failed = step(state, batch_of(1, root=0.0))  # one example, on one device
     state, _ = step(state, batch_of(2))  # in flight already when the host could know
     with pytest.raises(zerojax.NonFiniteError, match=r"^step 1: the gradient was not finite\. .* state\.resumed"):
         step(state, batch_of(3))
     with pytest.raises(zerojax.NonFiniteError, match="step 1"):
         state.check()
-    assert bits((state.params, state.opt_state, state.feedback)) == before
+    assert bits((state.params, state.opt_state, state.wire)) == before
     assert (int(state.step), int(state.nonfinite.grad_steps), int(state.nonfinite.loss_steps)) == (1, 1, 0)
     # The metrics of earlier steps were not taken over by later ones.
     assert (int(first["stopped"]), int(failed["stopped"]), int(failed["skipped"])) == (0, GRADIENTS, 0)

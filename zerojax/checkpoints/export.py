@@ -1,7 +1,7 @@
 """`zerojax export CHECKPOINT OUT`: the parameters of a checkpoint for other systems, on a machine without devices.
 
 Read leaf by leaf, a large one in pieces along its first dim, so that a small machine exports a model of any size. As
-`.safetensors` (above a size as several files with an index) or `.npz`. Knows nothing of layouts.
+`.safetensors` (above a size as several files with an index) or `.npz`.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def read_leaves(
 
 
 class _written:
-    """A file that is there whole or not at all."""
+    """A file that is there complete or not at all."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._part = path, path.with_name(f"{path.name}.part")

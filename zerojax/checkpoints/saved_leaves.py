@@ -23,7 +23,8 @@ from zerojax.training.state import TrainState
 Tree = Any
 
 # Fields of a `TrainState` that the layout's placements do not describe.
-_NOT_OF_LAYOUT = (jax.tree_util.GetAttrKey("feedback"), jax.tree_util.GetAttrKey("model_state"))
+OF_THE_WIRE = ("wire.", "feedback.")  # the second as it was called before: read as of another layout
+_NOT_OF_LAYOUT = (jax.tree_util.GetAttrKey("wire"), jax.tree_util.GetAttrKey("model_state"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +135,8 @@ def check_same(leaves: list[SavedLeaf], about: dict[str, Any], target: Any, pref
     start = ".".join((*prefix, ""))
     missing = [leaf.path for leaf in leaves if leaf.name not in saved]
     extra = [name for name in saved if name not in wanted and name.startswith(start if prefix else "")]
-    if about["kind"] == TrainState.__name__:  # feedback of another layout: see _train_state_like
-        extra = [name for name in extra if not name.startswith("feedback.")]
+    if about["kind"] == TrainState.__name__:  # state of another layout: see _train_state_like
+        extra = [name for name in extra if not name.startswith(OF_THE_WIRE)]
     if extra and not missing and all(name.startswith("model_state.") for name in extra):
         raise ValueError(
             f"{target} holds a model state: pass its shapes, like=zerojax.TrainState.create(layout.param_shapes(), tx, "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,13 +23,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.checkpoints import paths
-from zerojax.checkpoints.saved_leaves import SavedLeaf, check_same, describe_leaves, raw
+from zerojax.checkpoints.saved_leaves import OF_THE_WIRE, SavedLeaf, check_same, describe_leaves, raw
 from zerojax.checkpoints.writing import make_handler, nested, orbax, snapshot, stored_shapes
-from zerojax.gradients.feedback import init_feedback
+from zerojax.gradients.wire import init_wire_state
 from zerojax.hosts.agreement import agree, digest, exchange
 from zerojax.layout.checksums import checksums as checksums_of
 from zerojax.layout.facts import layout_facts
-from zerojax.layout.host_arrays import place_whole
+from zerojax.layout.host_arrays import place_in_full
 from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice
 from zerojax.training.loss_scaling import DynamicScale
@@ -93,14 +94,25 @@ def save(
         agree("save: replacing the old checkpoint", {}, lambda: paths.take_place(target) or "")
 
 
-def begin_saving(target: Any, about: dict[str, Any], layout: Layout, *, overwrite: bool) -> str:
+def begin_saving(
+    target: Any,
+    about: dict[str, Any],
+    layout: Layout,
+    *,
+    overwrite: bool,
+    prepare: Callable[[], None] | None = None,
+) -> str:
     """Whether the place is free or holds a checkpoint to replace; the processes agree on what is to be written where.
+
+    `prepare` is run by process 0 before that; what it raises is raised on all.
 
     Raises:
         ValueError: they do not, or do not share the folder; or something is there that must not be replaced.
     """
 
     def decide() -> str:
+        if prepare is not None:
+            prepare()
         situation = paths.check_place(target, overwrite)
         paths.prepare_place(target, situation)
         return situation
@@ -136,7 +148,7 @@ def restore(
     Raises:
         FileNotFoundError: no checkpoint is there.
         ValueError: it is of another model, optimizer or dtype: what differs is named by key path, shape and dtype; it
-            is damaged (what is missing, shorter or of another checksum is named, and which steps are whole); the
+            is damaged (what is missing, shorter or of another checksum is named, and which steps are complete); the
             processes do not see the same.
         ImportError: Orbax is not installed.
 
@@ -164,7 +176,7 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
     """Reads one checkpoint; all processes raise if one of them cannot.
 
     Raises:
-        DamagedCheckpoint: it is not whole, or its values are not those that were saved.
+        DamagedCheckpoint: it is not complete, or its values are not those that were saved.
         ValueError: as `restore`.
     """
     about, problem = {}, None
@@ -197,13 +209,13 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         problem = f"{target} is damaged: {type(error).__name__}: {str(error)[:300]}. {paths.remedy(target)}"
-    if problem := next(filter(None, exchange("restore: what was read", problem)), ""):
+    if problem := exchange("restore: what was read", problem, lambda said: next(filter(None, said), "")):
         raise paths.DamagedCheckpoint(problem)
     _check_values(target, leaves, values, about)
     values = [_from_raw(x, leaf.value) for x, leaf in zip(values, leaves, strict=True)]
     restored = jax.tree.unflatten(jax.tree.structure(like), values)
-    if isinstance(restored, TrainState) and layout.config.error_feedback and restored.feedback is None:
-        restored = restored._replace(feedback=init_feedback(layout))
+    if isinstance(restored, TrainState) and restored.wire is None:
+        restored = restored._replace(wire=init_wire_state(layout))
     return restored
 
 
@@ -252,24 +264,25 @@ def _check_values(target: Any, leaves: list[SavedLeaf], values: list[Any], about
 
 
 def _train_state_like(about: dict[str, Any], layout: Layout, tx: optax.GradientTransformation) -> TrainState:
-    """Shapes of the `TrainState` to restore: with loss scaling and error feedback where the checkpoint has them.
+    """Shapes of the `TrainState` to restore: with loss scaling and the wire's state where the checkpoint has them.
 
-    Feedback is what a node's last reduction lost. Under other nodes or thresholds it belongs to nothing: it starts from
-    zero again, as it does where the checkpoint has none.
+    What the wire remembers belongs to one layout: what a node's last reduction lost means nothing under other nodes or
+    thresholds. It starts anew there, as it does where the checkpoint has none.
     """
     saved = {name: tuple(shape) for name, (_, shape) in about["leaves"].items()}
     scaled = any(name.startswith("loss_scale.") for name in saved)
     like = TrainState.create(layout.param_shapes(), tx, layout, DynamicScale() if scaled else None)
-    wanted = sorted(tuple(x.shape) for x in jax.tree.leaves(like.feedback))
-    found = sorted(shape for name, shape in saved.items() if name.startswith("feedback."))
+    wanted = sorted(tuple(x.shape) for x in jax.tree.leaves(like.wire))
+    found = sorted(shape for name, shape in saved.items() if name.startswith(OF_THE_WIRE[0]))
+    found += [shape for name, shape in saved.items() if name.startswith(OF_THE_WIRE[1:])]
     if found and wanted != found:
         warnings.warn(
-            "the error feedback in the checkpoint is of another layout: it is left out, and starts from zero where the "
-            "configuration has it",
+            "what the wire remembers in the checkpoint (error feedback) is of another layout: it is left out, and "
+            "starts anew where the configuration has it",
             ZeroNotice,
             stacklevel=4,
         )
-    return like if wanted == found else like._replace(feedback=None)
+    return like if wanted == found else like._replace(wire=None)
 
 
 def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
@@ -284,7 +297,7 @@ def _sharding(leaf: SavedLeaf, layout: Layout) -> NamedSharding:
 
 
 def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
-    return place_whole(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
+    return place_in_full(np.zeros(leaf.shape, raw(leaf.value).dtype), _sharding(leaf, layout))
 
 
 def _from_raw(value: jax.Array, like: Any) -> jax.Array:

@@ -128,14 +128,14 @@ def plain_collectives(
 
 
 def identity_gather(collectives: Collectives) -> Collectives:
-    """The same reductions for parameters that are whole on every device (stages 1 and 2)."""
+    """The same reductions for parameters that are replicated (stages 1 and 2)."""
     return collectives._replace(
         gather=lambda full, placement: full, secondary=None, gather_bytes=lambda placement, sizes: {}
     )
 
 
 def unreduced(collectives: Collectives) -> Collectives:
-    """The same gathers for gradients that stay whole on each device, to be summed and reduced later."""
+    """The same gathers for gradients that stay full on each device, to be summed and reduced later."""
     return collectives._replace(
         reduce=lambda full, placement: full, reduce_bytes=lambda placement, sizes: {}
     )

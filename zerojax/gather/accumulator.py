@@ -1,7 +1,7 @@
 """The gradient accumulator of a parameter: full-shaped zeros that cost nothing and carry its gradient to one reduction.
 
 All uses of a parameter in one scope add up in the cotangent of the zeros, which is reduced once, in the dtype of the
-compute. With an order of gathers, later gathers of the backward pass wait for the reduction, so that whole gradients do
+compute. With an order of gathers, later gathers of the backward pass wait for the reduction, so that full gradients do
 not pile up. Knows nothing of the uses.
 """
 

@@ -31,7 +31,12 @@ def view_rule(e: Equation) -> list[Any]:
     by_layer = len(param.aval.shape) > 2 and layer_flags(e.eqn, param.aval.shape[0]) == [True]
     if by_layer and _is_stack(param) and (deferred := defer(e.eqn, e.inputs, {})) is not None:
         return [deferred]
-    return [param.viewed(lambda x: _compat.bind_equation(e.eqn, [x])[0])]
+    return [param.viewed(_view_of(e.eqn))]
+
+
+def _view_of(eqn: Any) -> Callable[[jax.Array], jax.Array]:
+    """An equation of one operand as a function: it holds no input."""
+    return lambda x: _compat.bind_equation(eqn, [x])[0]
 
 
 def stop_rule(e: Equation) -> list[Any]:
@@ -59,7 +64,7 @@ def cast_rule(e: Equation) -> list[Any]:
 
 
 def slice_rule(e: Equation) -> list[Any]:
-    """A slice along dims that are whole is taken from the shards: only the part that is used travels."""
+    """A slice along unsharded dims is taken from the shards: only the part that is used travels."""
     param, *indices = e.inputs
     if not is_held(param) or any(map(is_held, indices)):
         return apply_held(e.bound(), [param, *map(plain, indices)])

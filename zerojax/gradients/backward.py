@@ -66,7 +66,7 @@ def whole_backward(
         leaves: the parameters.
         batch: an example of what `run` will be given, for its shapes.
         rest: the same.
-        each: whether `run` reduces its gradients, so that they are shards; else they are whole and `finish` does.
+        each: whether `run` reduces its gradients, so that they are shards; else they are full and `finish` does.
     """
     reduce_all = _reduction(layout, _reduced_whole(layout, lambda: trace(loss_fn, layout, batch, rest)[0]))
     trained = [p.trainable for p in layout.leaves]
@@ -111,7 +111,7 @@ def staged_backward(
         batch: an example of what `run` will be given, for its shapes.
         rest: the same.
         repeated: whether `run` is called for several microbatches: secondary partitions are then made once, for all.
-        deferred: whether partial gradients stay whole and are reduced by `finish`, in the dtype of the compute.
+        deferred: whether partial gradients stay full and are reduced by `finish`, in the dtype of the compute.
     """
     jaxpr, out_tree = trace(loss_fn, layout, batch, rest)
     outer = layout_scope(layout)
@@ -155,7 +155,7 @@ def staged_backward(
         narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
         reduced, feedback = reduce_all(narrow, feedback)
         pairs = zip(reduced, grads, strict=True)
-        return [None if g is None else g.astype(whole.dtype) for g, whole in pairs], feedback
+        return [None if g is None else g.astype(full.dtype) for g, full in pairs], feedback
 
     return Backward(run, finish)
 
@@ -240,7 +240,7 @@ def layout_scope(
     forward_only: bool = False,
     order: Order | None = None,
 ) -> Scope:
-    """A top-level scope for a layout; gradients leave it reduced or whole."""
+    """A top-level scope for a layout; gradients leave it reduced or full."""
     collectives = layout_collectives(layout)
     return Scope(
         collectives if reduces else unreduced(collectives),

@@ -25,6 +25,7 @@ from zerojax.gradients.outputs import (
     widened,
     zero_cotangent,
 )
+from zerojax.gradients.wire import WireState
 from zerojax.layout.layout import Layout
 
 Tree = Any
@@ -38,7 +39,7 @@ class Gradients(NamedTuple):
         weight: the global sum of the weights of a weighted loss, scalar of float32 or wider; else None.
         grads: as `value_and_grad` returns them.
         aux: auxiliary outputs, or None.
-        feedback: new error feedback, or None.
+        wire: what the wire remembers until the next step, or None.
         model_state: new model state, the same on every device, or None.
     """
 
@@ -46,7 +47,7 @@ class Gradients(NamedTuple):
     weight: jax.Array | None
     grads: Tree
     aux: Tree
-    feedback: Tree
+    wire: Any
     model_state: Tree
 
 
@@ -88,14 +89,15 @@ def local_gradients(
     leaves: list[jax.Array],
     batch: Tree,
     rest: Any,
-    feedback: list[Any],
+    wire: WireState,
     scale: Any,
     kind: LossKind,
 ) -> Gradients:
-    """The global loss and this device's part of everything else."""
+    """The global loss and this device's part of everything else; `wire` has one list entry per leaf."""
     count, more = kind.microbatches, kind.has_aux or kind.mutable
     example = jax.tree.map(lambda x: x[0], split_microbatches(batch, count)) if count > 1 else batch
     backward = _backward(loss_fn, layout, leaves, example, rest, kind)
+    feedback = [None if x is None else x[0] for x in wire.feedback]  # the dim over nodes has one entry here
 
     def step(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         out, pullback = backward.run(batch, rest, feedback)
@@ -118,7 +120,8 @@ def local_gradients(
             aux = batches.merge_microbatches(aux, kind.aux_specs, layout)
         aux = batches.average_outputs(aux, kind.aux_specs, layout)
     grads, feedback = backward.finish(grads, feedback)
-    return Gradients(loss, weight, grads, aux, feedback, merged_state(state, layout, count))
+    wire = WireState([None if x is None else x[None] for x in feedback])
+    return Gradients(loss, weight, grads, aux, wire, merged_state(state, layout, count))
 
 
 def _backward(

@@ -27,7 +27,7 @@ Tree = Any
 
 
 class GlobalLoss(NamedTuple):
-    """The loss of the whole batch.
+    """The loss of the global batch.
 
     Attributes:
         value: scalar, the same on every device.

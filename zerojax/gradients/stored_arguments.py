@@ -1,6 +1,6 @@
 """Parameters in stored form that are no parameters of the loss: a teacher, a target network, the other half of a GAN.
 
-They come after the batch, marked by `Layout.stored`, which says under which layout they are stored. The loss sees whole
+They come after the batch, marked by `Layout.stored`, which says under which layout they are stored. The loss sees full
 arrays of logical shape, without padding; each is gathered where it is used and again in the backward pass, as the
 parameters are. Nothing is differentiated with respect to them. A tree of the structure and the padded shapes of all
 parameters can be nothing else and is taken for marked; what can only be a part of them is refused, because its padding
@@ -158,7 +158,7 @@ def _check_marked(name: str, x: StoredParams, layout: Layout) -> None:
 
 
 def _looks_stored(x: Any, layout: Layout) -> bool:
-    """Whether a tree is of all parameters in padded shapes, and not seen to be whole on every device."""
+    """Whether a tree is of all parameters in padded shapes, and not seen to be replicated."""
     if layout.stage < 1 or jax.tree_util.treedef_is_leaf(layout.treedef) or jax.tree.structure(x) != layout.treedef:
         return False
     pairs = list(zip(jax.tree.leaves(x), layout.leaves, strict=True))

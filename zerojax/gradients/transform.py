@@ -19,7 +19,6 @@ from zerojax.collectives.select import has_secondary
 from zerojax.gradients import inputs as batches
 from zerojax.gradients.backward import forward
 from zerojax.gradients.eager import CompiledOnce
-from zerojax.gradients.feedback import check_feedback, feedback_specs
 from zerojax.gradients.local import (
     Accumulation,
     Gradients,
@@ -36,6 +35,7 @@ from zerojax.gradients.stored_arguments import (
     marked_arguments,
     without_gradient,
 )
+from zerojax.gradients.wire import WireState, remembers, wire_leaves, wire_specs, wire_trees
 from zerojax.layout.layout import Layout
 from zerojax.layout.optimizer_form import entering, leaving
 from zerojax.layout.placement import Placement
@@ -74,9 +74,9 @@ def value_and_grad(
             leading dim, all other float values averaged over the devices.
         weighted: see above.
         microbatches: number of pieces into which each device's part of the batch is cut, one after the other; loss and
-            gradients are those of the whole batch. A secondary partition of the weights is made once for all of them.
+            gradients are those of the global batch. A secondary partition of the weights is made once for all of them.
         accumulation: how their gradients are summed, in float32. "sharded" (default of stages 2 and 3): each
-            microbatch's is reduced, the accumulators are shards. "deferred" (default of stages 0 and 1): whole
+            microbatch's is reduced, the accumulators are shards. "deferred" (default of stages 0 and 1): full
             gradients are summed on each device and reduced once per step, in the dtype on the wire that they have
             without microbatches. With one microbatch there is nothing to sum, and both are the same.
         per_example: which arrays of `aux` hold one entry for each example: a bool, or bools in its structure. None:
@@ -87,11 +87,11 @@ def value_and_grad(
         is sharded on its leading dim over the data axes, 0-d leaves are replicated; `rest` is replicated, PRNG keys in
         it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device, and further
         parameters in stored form (a teacher, a target network) are marked by `Layout.stored`. The loss
-        is the global mean, the same on every device. Gradients: whole at stage 0, else this device's shards (padded
-        form), in the dtype of the parameter; None for leaves that are not trained. With
-        `ZeroConfig(error_feedback=True)` the function takes `feedback=` (from `init_feedback`) and returns the new
-        feedback as a third value. With `loss_scale=`, a scalar, the gradients (not the loss) come back multiplied by
-        it.
+        is the global mean, the same on every device. Gradients: full at stage 0, else this device's shards (padded
+        form), in the dtype of the parameter; None for leaves that are not trained. Where the
+        configuration remembers something from step to step (`ZeroConfig.error_feedback`), the function takes `wire=`
+        (from `init_wire_state`) and returns the new state as a third value. With `loss_scale=`, a scalar, the gradients
+        (not the loss) come back multiplied by it.
 
     Raises:
         ValueError: before any compute: parameters not in the layout's stored form or on another mesh, a batch that the
@@ -112,11 +112,11 @@ def value_and_grad(
     )  # fmt: skip
 
     def run(
-        params: Tree, batch: Tree, *rest: Any, feedback: Tree = None, loss_scale: jax.Array | None = None
+        params: Tree, batch: Tree, *rest: Any, wire: WireState | None = None, loss_scale: jax.Array | None = None
     ) -> tuple[Any, ...]:
-        out = compute(params, batch, *rest, feedback=feedback, loss_scale=loss_scale)
+        out = compute(params, batch, *rest, wire=wire, loss_scale=loss_scale)
         value = (out.loss, out.aux) if has_aux else out.loss
-        return (value, out.grads, out.feedback) if layout.config.error_feedback else (value, out.grads)
+        return (value, out.grads, out.wire) if remembers(layout) else (value, out.grads)
 
     return run
 
@@ -146,7 +146,7 @@ def gradient_function(
         per_example: as for `value_and_grad`.
 
     Returns:
-        A function of (params, batch, *rest, feedback=, loss_scale=, model_state=).
+        A function of (params, batch, *rest, wire=, loss_scale=, model_state=).
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
@@ -156,7 +156,7 @@ def gradient_function(
         params: Tree,
         batch: Tree,
         *rest: Any,
-        feedback: Tree = None,
+        wire: WireState | None = None,
         loss_scale: jax.Array | None = None,
         model_state: Tree = None,
     ) -> Gradients:
@@ -177,31 +177,28 @@ def gradient_function(
             return split_outputs(_output_shapes(loss_fn, layout, batch, rest, microbatches, 2), has_aux, mutable)[1]
 
         aux_specs = batches.output_specs(aux_shapes, doubled, layout, per_example, "aux output")
-        carries = layout.config.error_feedback
-        lost = check_feedback(feedback, layout) if carries else [None] * len(layout.leaves)
-        lost_specs = feedback_specs(layout)
+        remembered, remembered_specs = wire_leaves(wire, layout), wire_specs(layout)
         kind = LossKind(has_aux, weighted, mutable, microbatches, policy, aux_specs)
 
-        def local(params: Tree, batch: Tree, rest: Any, lost: list[Any], scale: Any) -> Gradients:
-            lost = [None if x is None else x[0] for x in lost]  # the dim over nodes has one entry here
-            out = local_gradients(
+        def local(params: Tree, batch: Tree, rest: Any, wire: WireState, scale: Any) -> Gradients:
+            return local_gradients(
                 gathering_arguments(loss_fn), layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout),
-                lost, scale, kind,
+                wire, scale, kind,
             )  # fmt: skip
-            return out._replace(feedback=[None if x is None else x[None] for x in out.feedback])
 
         everywhere = PartitionSpec()
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
         grad_specs = [_spec(p, layout.stage >= 1) if p.trainable else None for p in layout.leaves]
         rest_specs = argument_specs(rest)
-        in_specs = (param_specs, batch_specs, rest_specs, lost_specs, everywhere)
-        out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, lost_specs, everywhere)  # type: ignore[arg-type]
+        in_specs = (param_specs, batch_specs, rest_specs, remembered_specs, everywhere)
+        out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, remembered_specs, everywhere)  # type: ignore[arg-type]
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        batch = batches.compared(batch, layout, "value_and_grad")
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
-        out = compiled_once(run_locally, params, batch, rest, lost, _whole(loss_scale, layout))
+        out = compiled_once(run_locally, params, batch, rest, remembered, _whole(loss_scale, layout))
         return out._replace(
             grads=leaving(layout.treedef.unflatten(out.grads), layout),
-            feedback=layout.treedef.unflatten(out.feedback) if carries else None,
+            wire=wire_trees(out.wire, layout),
         )
 
     return run
@@ -254,7 +251,7 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
         return compiled_once(
             _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs),
             batches.not_differentiated(params, _APPLY_IS_FORWARD),
-            batches.on_mesh(batch, batch_specs, layout),
+            batches.on_mesh(batches.compared(batch, layout, "apply"), batch_specs, layout),
             batches.on_mesh(rest, rest_specs, layout),
         )
 

@@ -23,20 +23,20 @@ class Collective:
     """One collective of a program; shapes and bytes are those of one device and one execution.
 
     Attributes:
-      kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", ..
-      name: the instruction's name in the HLO text.
-      operands: arrays each device puts in; more than one where the compiler combined collectives.
-      results: arrays each device gets out.
-      groups: device numbers (position in the flat mesh) of each group; of a permute, its (source, target) pairs.
-      axes: mesh axes along which a group extends, in mesh order; empty without a mesh.
-      loops: loops around it, outermost first.
-      in_conditional: whether it stands in a branch, and so may not run.
-      asynchronous: whether the program goes on after starting it. Otherwise everything waits.
-      overlapped: names of the computing instructions issued between start and done (bookkeeping on scalars left out).
-      overlaps_matmul: whether a matrix product is among them.
-      pipelined: whether the compiler moved it into another iteration of its loop.
-      op_name: JAX's name stack, of the instruction or, where the compiler made it, of what is around it.
-      node_bytes: bytes that enter one node (the one that receives most).
+        kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", ..
+        name: the instruction's name in the HLO text.
+        operands: arrays each device puts in; more than one where the compiler combined collectives.
+        results: arrays each device gets out.
+        groups: device numbers (position in the flat mesh) of each group; of a permute, its (source, target) pairs.
+        axes: mesh axes along which a group extends, in mesh order; empty without a mesh.
+        loops: loops around it, outermost first.
+        in_conditional: whether it stands in a branch, and so may not run.
+        asynchronous: whether the program goes on after starting it. Otherwise everything waits.
+        overlapped: names of the computing instructions issued between start and done (bookkeeping on scalars left out).
+        overlaps_matmul: whether a matrix product is among them.
+        pipelined: whether the compiler moved it into another iteration of its loop.
+        op_name: JAX's name stack, of the instruction or, where the compiler made it, of what is around it.
+        node_bytes: bytes that enter one node (the one that receives most).
     """
 
     kind: str
@@ -131,18 +131,18 @@ class Traffic:
     """Collectives of one sort, together, per call of the program: as compiled, or as predicted of one leaf or of all.
 
     Attributes:
-      phase: "forward", "backward" (with recomputation), "other" or, of a step, "update" (all that follows).
-      kind: of collective, as in `Collective`.
-      axes: mesh axes of more than one device, outermost first.
-      dtypes: element types on the wire; a predicted "int8" and "int4" with their scales.
-      in_loop: whether inside a loop.
-      mode: "overlapped" (computing goes on), "asynchronous", "blocking"; "" where nothing was compiled.
-      executions: how often collectives of the sort run.
-      received_bytes: bytes into each device.
-      node_bytes: bytes into each node; as many leave it.
-      count: instructions of a compiled program.
-      pass_bytes: bytes of device memory read and written to quantise and dequantise, where predicted.
-      path: key path of the leaf that it is predicted for.
+        phase: "forward", "backward" (with recomputation), "other" or, of a step, "update" (all that follows).
+        kind: of collective, as in `Collective`.
+        axes: mesh axes of more than one device, outermost first.
+        dtypes: element types on the wire; a predicted "int8" and "int4" with their scales.
+        in_loop: whether inside a loop.
+        mode: "overlapped" (computing goes on), "asynchronous", "blocking"; "" where nothing was compiled.
+        executions: how often collectives of the sort run.
+        received_bytes: bytes into each device.
+        node_bytes: bytes into each node; as many leave it.
+        count: instructions of a compiled program.
+        pass_bytes: bytes of device memory read and written to quantise and dequantise, where predicted.
+        path: key path of the leaf that it is predicted for.
     """
 
     phase: str
@@ -182,11 +182,11 @@ def describe_collective(
     """Works out groups, axes, mode and bytes of a collective.
 
     Args:
-      visit: the collective where the schedule reaches it.
-      mesh: axis names and sizes, outermost first; empty when not known.
-      node_axes: the axes along which the node changes.
-      num_devices: devices of the program.
-      multiplying: from `schedule.multiplying_computations`.
+        visit: the collective where the schedule reaches it.
+        mesh: axis names and sizes, outermost first; empty when not known.
+        node_axes: the axes along which the node changes.
+        num_devices: devices of the program.
+        multiplying: from `schedule.multiplying_computations`.
     """
     line = visit.instruction
     kind = collective_kind(line) or line.opcode
@@ -221,8 +221,8 @@ def spanned_axes(groups: tuple[tuple[int, ...], ...], mesh: tuple[tuple[str, int
     """Mesh axes along which the devices of some group differ.
 
     Args:
-      groups: device numbers, each a position in the flat mesh.
-      mesh: axis names and sizes, outermost first.
+        groups: device numbers, each a position in the flat mesh.
+        mesh: axis names and sizes, outermost first.
 
     >>> spanned_axes(((0, 4), (1, 5), (2, 6), (3, 7)), (("node", 2), ("local", 4)))
     ('node',)
@@ -253,11 +253,11 @@ def entering_node(
     - permute and broadcast: o for each device whose data comes from another node.
 
     Args:
-      kind: of collective.
-      operand_bytes: o.
-      groups: device numbers.
-      mesh: axis names and sizes, outermost first.
-      node_axes: the axes along which the node changes.
+        kind: of collective.
+        operand_bytes: o.
+        groups: device numbers.
+        mesh: axis names and sizes, outermost first.
+        node_axes: the axes along which the node changes.
 
     >>> entering_node("all-gather", 100, ((0, 1, 2, 3),), (("node", 2), ("local", 2)), ("node",))
     200

@@ -27,13 +27,13 @@ class MemoryFigures:
     """Bytes of one device, from the compiler's own assignment of buffers.
 
     Attributes:
-      argument: arguments of the step (host-memory arguments too, where the compiler counts them so).
-      output: results.
-      alias: results that reuse a donated argument's buffer.
-      temp: everything between: activations, gathered weights, gradients.
-      generated_code: the machine code.
-      host_temp: temporaries kept in host memory.
-      peak: the compiler's own figure for the highest use, where it gives one; what it takes in differs by version.
+        argument: arguments of the step (host-memory arguments too, where the compiler counts them so).
+        output: results.
+        alias: results that reuse a donated argument's buffer.
+        temp: everything between: activations, gathered weights, gradients.
+        generated_code: the machine code.
+        host_temp: temporaries kept in host memory.
+        peak: the compiler's own figure for the highest use, where it gives one; what it takes in differs by version.
     """
 
     argument: int
@@ -55,14 +55,14 @@ class CompiledProgram:
     """A compiled program's collectives and memory.
 
     Attributes:
-      collectives: in the order of the schedule, inner computations where they are called. Those whose groups are of
-        one device send nothing and are left out.
-      memory: the compiler's memory figures; None for a program read from text.
-      mesh_shape: mesh axis names and sizes, outermost first.
-      node_axes: the axes along which nodes are counted.
-      num_devices: devices the program runs on.
-      matmul_flops: FLOP of one device per call in matrix products and convolutions; all branches count.
-      steps: kernels, collectives and loops in the order in which a device comes to them.
+        collectives: in the order of the schedule, inner computations where they are called. Those whose groups are of
+            one device send nothing and are left out.
+        memory: the compiler's memory figures; None for a program read from text.
+        mesh_shape: mesh axis names and sizes, outermost first.
+        node_axes: the axes along which nodes are counted.
+        num_devices: devices the program runs on.
+        matmul_flops: FLOP of one device per call in matrix products and convolutions; all branches count.
+        steps: kernels, collectives and loops in the order in which a device comes to them.
 
     >>> program = read_program(jax.jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((8,), "float32")).compile())
     >>> program.select("all-gather"), program.received_bytes()
@@ -91,13 +91,13 @@ class CompiledProgram:
         """Collectives that fit all conditions given.
 
         Args:
-          kind: one kind, or several.
-          axes: exactly these mesh axes, in any order (axes of size one do not count).
-          dtype: an element type among those on the wire, in JAX's name, or HLO's.
-          min_bytes: least `payload_bytes`.
-          in_loop: only those inside a loop, or only those outside.
-          phase: "forward", "backward" or "other".
-          asynchronous: only asynchronous ones, or only blocking ones.
+            kind: one kind, or several.
+            axes: exactly these mesh axes, in any order (axes of size one do not count).
+            dtype: an element type among those on the wire, in JAX's name, or HLO's.
+            min_bytes: least `payload_bytes`.
+            in_loop: only those inside a loop, or only those outside.
+            phase: "forward", "backward" or "other".
+            asynchronous: only asynchronous ones, or only blocking ones.
         """
         kinds = {kind} if isinstance(kind, str) else kind if kind is None else set(kind)
         wanted = None
@@ -154,13 +154,13 @@ def read_program(
     """Reads what a compiled program sends and holds.
 
     Args:
-      program: `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
-      mesh: the mesh the program was compiled for, or its axis names and sizes, outermost first. Without it no axes and
-        no nodes are told.
-      node_axes: mesh axes along which the node changes; a mesh with none of them is one node.
+        program: `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
+        mesh: the mesh the program was compiled for, or its axis names and sizes, outermost first. Without it axes and
+            nodes are not named.
+        node_axes: mesh axes along which the node changes; a mesh with none of them is one node.
 
     Raises:
-      ValueError: not the text of a program, or a mesh of another number of devices.
+        ValueError: not the text of a program, or a mesh of another number of devices.
 
     >>> mesh = jax.make_mesh((1,), ("local",))
     >>> step = jax.jit(lambda x: jax.numpy.sin(x)).lower(jax.ShapeDtypeStruct((256,), "float32")).compile()
@@ -212,18 +212,18 @@ def expect_collectives(
     `executions` without `in_loop` is what stays the same from version to version; `count` is not.
 
     Args:
-      program: from `read_program`.
-      kind: see `CompiledProgram.select`.
-      count: how many such instructions there must be; without it, at least one.
-      executions: how often they must run in all, loops counted.
-      only_dtypes: the element types that may be on the wire in them.
-      **conditions: `axes`, `dtype`, `min_bytes`, `in_loop`, `phase`, `asynchronous`, as in `CompiledProgram.select`.
+        program: from `read_program`.
+        kind: see `CompiledProgram.select`.
+        count: how many such instructions there must be; without it, at least one.
+        executions: how often they must run in all, loops counted.
+        only_dtypes: the element types that may be on the wire in them.
+        **conditions: `axes`, `dtype`, `min_bytes`, `in_loop`, `phase`, `asynchronous`, as in `CompiledProgram.select`.
 
     Returns:
-      The collectives found.
+        The collectives found.
 
     Raises:
-      AssertionError: with a list of what the program has instead.
+        AssertionError: with a list of what the program has instead.
 
     >>> text = '''HloModule tiny, is_scheduled=true, num_partitions=4
     ...

@@ -25,12 +25,12 @@ def trip_count(module: Module, computation: Computation, line: Instruction) -> i
     """Iterations of a loop.
 
     Args:
-      module: the module it is part of.
-      computation: the computation that holds it.
-      line: the while instruction.
+        module: the module it is part of.
+        computation: the computation that holds it.
+        line: the while instruction.
 
     Returns:
-      The count, or None where it is not known before the program runs.
+        The count, or None where it is not known before the program runs.
     """
     known = re.search(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)', line.attributes)
     if known:
@@ -145,11 +145,11 @@ class Visit:
     """An instruction that the schedule reaches, and what is around it.
 
     Attributes:
-      computation: the one that holds the instruction.
-      index: of the instruction in it.
-      loops: loops around it, outermost first.
-      in_conditional: whether it stands in a branch.
-      callers: what calls its computation, and what calls that, outermost first: (computation, index).
+        computation: the one that holds the instruction.
+        index: of the instruction in it.
+        loops: loops around it, outermost first.
+        in_conditional: whether it stands in a branch.
+        callers: what calls its computation, and what calls that, outermost first: (computation, index).
     """
 
     computation: Computation
@@ -167,9 +167,9 @@ class Visit:
         """Visits the instructions of a computation that this one calls, in their order.
 
         Args:
-          called: the computation.
-          loop: the loop whose body it is.
-          branch: whether it may not run.
+            called: the computation.
+            loop: the loop whose body it is.
+            branch: whether it may not run.
         """
         loops = self.loops if loop is None else (*self.loops, loop)
         callers = (*self.callers, (self.computation, self.index))
@@ -229,8 +229,8 @@ def mode_of(visit: Visit, multiplying: frozenset[str]) -> Mode:
     """How a collective is issued.
 
     Args:
-      visit: the collective where the schedule reaches it.
-      multiplying: from `multiplying_computations`.
+        visit: the collective where the schedule reaches it.
+        multiplying: from `multiplying_computations`.
     """
     if visit.callers and not _is_sync(visit.instruction):
         outer, start = visit.callers[-1]

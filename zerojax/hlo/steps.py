@@ -57,11 +57,11 @@ class Kernel:
     """One launch on the device.
 
     Attributes:
-      name: the instruction's name.
-      op_name: JAX's name stack.
-      products: matrix products in it.
-      num_bytes: bytes read from and written to device memory.
-      asynchronous: whether the program goes on beside it until it is awaited (started copies and slices).
+        name: the instruction's name.
+        op_name: JAX's name stack.
+        products: matrix products in it.
+        num_bytes: bytes read from and written to device memory.
+        asynchronous: whether the program goes on beside it until it is awaited (started copies and slices).
     """
 
     name: str
@@ -118,9 +118,9 @@ def program_steps(
     """The steps of a program in the order of its schedule.
 
     Args:
-      module: the program.
-      mesh: axis names and sizes, outermost first; empty when not known.
-      node_axes: the axes along which the node changes.
+        module: the program.
+        mesh: axis names and sizes, outermost first; empty when not known.
+        node_axes: the axes along which the node changes.
     """
     multiplying = multiplying_computations(module)
 
@@ -177,7 +177,7 @@ def total_flops(steps: tuple[Step, ...]) -> int:
     """FLOP of the matrix products of some steps, loops by their counts; all branches count.
 
     Args:
-      steps: from `program_steps`.
+        steps: from `program_steps`.
     """
     total = 0
     for step in steps:
@@ -212,9 +212,9 @@ def kernel_of(module: Module, computation: Computation, line: Instruction) -> Ke
     """What one instruction computes and touches.
 
     Args:
-      module: the program.
-      computation: the one that holds the instruction.
-      line: a fusion, a copy, a product, or any other instruction that runs as a kernel.
+        module: the program.
+        computation: the one that holds the instruction.
+        line: a fusion, a copy, a product, or any other instruction that runs as a kernel.
     """
     inner = [module.computations[name] for names in line.called().values() for name in names]
     asynchronous = line.opcode.endswith("-start")
@@ -232,8 +232,8 @@ def product_of(computation: Computation, line: Instruction) -> Product:
     """The extents of a matrix product or convolution; all zero where they cannot be read.
 
     Args:
-      computation: the one that holds it.
-      line: a dot, a convolution, or a library's call for one.
+        computation: the one that holds it.
+        line: a dot, a convolution, or a library's call for one.
     """
     operands = [
         computation.by_name[name].shapes[0]

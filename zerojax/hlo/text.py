@@ -50,13 +50,13 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: without the percent sign.
-      opcode: as printed: "all-gather-start", "fusion", ..
-      shapes: arrays of the result, tuples flattened.
-      operands: names of the operands.
-      arguments: what stands between the brackets, as printed: a constant's value, a parameter's number.
-      attributes: the rest of the line, unread.
-      is_root: whether the computation returns it.
+        name: without the percent sign.
+        opcode: as printed: "all-gather-start", "fusion", ..
+        shapes: arrays of the result, tuples flattened.
+        operands: names of the operands.
+        arguments: what stands between the brackets, as printed: a constant's value, a parameter's number.
+        attributes: the rest of the line, unread.
+        is_root: whether the computation returns it.
     """
 
     name: str
@@ -111,10 +111,10 @@ def parse_module(text: str) -> Module:
     """Reads an HLO module as text.
 
     Args:
-      text: what `compiled.as_text()` returns.
+        text: what `compiled.as_text()` returns.
 
     Raises:
-      ValueError: no module header or no entry computation in the text.
+        ValueError: no module header or no entry computation in the text.
 
     >>> module = parse_module('''HloModule tiny, is_scheduled=true, num_partitions=4
     ...
@@ -239,14 +239,14 @@ def parse_groups(text: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     `'b':(2)2` is a part of an axis (the axis seen as 2 x 2 x rest) and `device_ids=(..)` orders the mesh's devices.
 
     Args:
-      text: attributes of an instruction, or the groups alone.
-      num_devices: devices of the program, for `{}` and where no groups are printed.
+        text: attributes of an instruction, or the groups alone.
+        num_devices: devices of the program, for `{}` and where no groups are printed.
 
     Returns:
-      Device numbers of each group, in the group's order.
+        Device numbers of each group, in the group's order.
 
     Raises:
-      ValueError: groups in a form that is none of these.
+        ValueError: groups in a form that is none of these.
 
     >>> parse_groups("[4,2]<=[2,4]T(1,0)", 8)
     ((0, 4), (1, 5), (2, 6), (3, 7))

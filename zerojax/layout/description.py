@@ -26,12 +26,12 @@ def describe(
 ) -> str:
     """See `Layout.describe`."""
     sharded = [p for p in leaves if p.is_sharded]
-    whole = [p for p in leaves if not p.is_sharded]
+    replicated = [p for p in leaves if not p.is_sharded]
     lines = [first_line(mesh, config, num_shards)]
-    for name, group in (("sharded", sharded), ("replicated", whole)):
+    for name, group in (("sharded", sharded), ("replicated", replicated)):
         total, each = sum(p.full_bytes for p in group), sum(p.shard_bytes for p in group)
         lines.append(f"{name:<10} {len(group):>2} leaves {total:>14,} bytes, {each:>14,} on each device")
-    for p in whole:
+    for p in replicated:
         lines.append(f"  {p.path} {p.shape} {p.dtype.name}: replicated, {p.full_bytes:,} bytes: {p.reason}")
     for p in sharded:
         if p.padding:

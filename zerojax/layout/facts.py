@@ -2,7 +2,7 @@
 
 Each fact is a short text or a digest; `zerojax.hosts.agreement` compares them. Another seed on one host trains to
 nonsense with equal losses, since every replica of a parameter must be the same: so values are compared too, by a
-checksum of what each process holds of the leaves that are whole on every device.
+checksum of what each process holds of the leaves that are replicated.
 """
 
 from __future__ import annotations

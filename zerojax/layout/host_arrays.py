@@ -31,8 +31,8 @@ def is_of_several_processes(mesh: Any) -> bool:
     return len({d.process_index for d in mesh.devices.flat}) > 1 and mesh.devices.flat[0] in jax.devices()
 
 
-def place_whole(x: Any, sharding: NamedSharding | None) -> jax.Array:
-    """Places a value that every process holds whole (host array, or array on its own devices).
+def place_in_full(x: Any, sharding: NamedSharding | None) -> jax.Array:
+    """Places a value that every process holds in full (host array, or array on its own devices).
 
     Args:
         x: the value, or an array of the whole job, which is moved.
@@ -40,7 +40,7 @@ def place_whole(x: Any, sharding: NamedSharding | None) -> jax.Array:
 
     >>> import zerojax
     >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
-    >>> place_whole(np.arange(8), NamedSharding(mesh, PartitionSpec("local"))).shape
+    >>> place_in_full(np.arange(8), NamedSharding(mesh, PartitionSpec("local"))).shape
     (8,)
     """
     if sharding is None or sharding.is_fully_addressable or _compat.is_traced(x):
@@ -48,7 +48,7 @@ def place_whole(x: Any, sharding: NamedSharding | None) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if _compat.is_prng_key(x):
-        return jax.random.wrap_key_data(place_whole(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(place_in_full(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     host = np.asarray(x)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -126,7 +126,7 @@ def spread_batch(local: Tree, mesh: Mesh, axes: tuple[str, ...]) -> Tree:
 
     def place(x: Any) -> jax.Array:
         if not jnp.shape(x):
-            return place_whole(x, NamedSharding(mesh, PartitionSpec()))
+            return place_in_full(x, NamedSharding(mesh, PartitionSpec()))
         if _compat.is_prng_key(x):
             return jax.random.wrap_key_data(place(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         if parts == count:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import _compat
 from zerojax.config import ZeroConfig
 from zerojax.layout.description import describe, first_line, html_table
-from zerojax.layout.host_arrays import check_same_values, place_slices, place_whole, spread_batch
+from zerojax.layout.host_arrays import check_same_values, place_in_full, place_slices, spread_batch
 from zerojax.layout.mesh import data_size, with_auto_axes, with_auto_mesh
 from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
 from zerojax.layout.safetensors import select_tensors
@@ -82,7 +82,7 @@ class Layout:
         return self._named(placement.full_spec, placement)
 
     def full_sharding(self, placement: Placement) -> NamedSharding:
-        """Sharding of a leaf that is whole along the data axes (parameters below stage 3)."""
+        """Sharding of a leaf that is replicated over the data axes (parameters below stage 3)."""
         return self._named(placement.model_spec, placement)
 
     def param_sharding(self, placement: Placement) -> NamedSharding:
@@ -136,7 +136,7 @@ class Layout:
             elif isinstance(x, jax.Array) and _may_share(x, sharding):
                 # It would share its buffer with the caller's array: donating one deletes the other.
                 x = x.copy()
-            return place_whole(x, sharding)
+            return place_in_full(x, sharding)
 
         return self._map(put, params)
 
@@ -189,7 +189,7 @@ class Layout:
         return StoredParams(tree, self)
 
     def load(self, path: str | os.PathLike[str], *, names: dict[str, str] | None = None, cast: bool = False) -> Tree:
-        """Parameters in stored form from safetensors: each device reads its own slices, no host the whole model.
+        """Parameters in stored form from safetensors: each device reads its own slices, no host the full model.
 
         Args:
             path: a file, or the index of several (`*.safetensors.index.json`).
@@ -198,7 +198,7 @@ class Layout:
 
         Raises:
             FileNotFoundError: the file is not there.
-            ValueError: a leaf is missing or has another shape or dtype (with its key path); the file is not whole.
+            ValueError: a leaf is missing or has another shape or dtype (with its key path); the file is cut.
         """
         keys = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(self.placements)[0]]
         tensors = select_tensors(path, list(zip(keys, self.leaves, strict=True)), names or {}, cast)
@@ -208,7 +208,7 @@ class Layout:
         ])  # fmt: skip
 
     def unshard(self, tree: Tree) -> Tree:
-        """The whole logical arrays of a parameter-like tree in stored form, replicated on every device.
+        """The full logical arrays of a parameter-like tree in stored form, replicated on every device.
 
         Parameters, gradients, moments and master copies alike: their dtypes may differ from those of the parameters,
         and where a leaf has none (`None`, `optax.MaskedNode`), there is none in the result.
@@ -223,8 +223,8 @@ class Layout:
         has = [bool(jax.tree.leaves(x)) for x in found]
         shown = [x if some else p for x, p, some in zip(found, map(_logical, self.leaves), has, strict=True)]
         self.check(self._unflatten(shown), stored=None)
-        whole = iter(self._gather([x if some else None for x, some in zip(found, has, strict=True)]))
-        return self._unflatten([next(whole) if some else x for x, some in zip(found, has, strict=True)])
+        full = iter(self._gather([x if some else None for x, some in zip(found, has, strict=True)]))
+        return self._unflatten([next(full) if some else x for x, some in zip(found, has, strict=True)])
 
     @functools.cached_property
     def _gather(self) -> Callable[[list[Any]], list[jax.Array]]:
@@ -232,7 +232,7 @@ class Layout:
 
         everywhere = NamedSharding(self.mesh, PartitionSpec())
 
-        def whole(x: jax.Array, p: Placement) -> jax.Array:
+        def full(x: jax.Array, p: Placement) -> jax.Array:
             if is_two_bits(x.dtype):  # barriers: the compiler would move the casts beyond the gather
                 for sharding in (self.shard_sharding(p), everywhere):
                     held = jax.lax.with_sharding_constraint(x.astype(jnp.int8), with_auto_mesh(sharding))
@@ -241,7 +241,7 @@ class Layout:
 
         def gather(leaves: list[Any]) -> list[jax.Array]:
             pairs = zip(leaves, self.leaves, strict=True)
-            return [whole(x, p).astype(x.dtype) for x, p in pairs if x is not None]
+            return [full(x, p).astype(x.dtype) for x, p in pairs if x is not None]
 
         return jax.jit(with_auto_axes(gather, self.mesh, everywhere), out_shardings=everywhere)
 
@@ -384,8 +384,8 @@ def _logical(p: Placement) -> jax.ShapeDtypeStruct:
 
 def _may_share(x: jax.Array, sharding: NamedSharding) -> bool:
     """Whether the array placed so could be, on some device, the same buffer."""
-    whole = sharding.is_fully_replicated
-    return whole or (not _compat.is_traced(x) and x.sharding.is_equivalent_to(sharding, x.ndim))
+    replicated = sharding.is_fully_replicated
+    return replicated or (not _compat.is_traced(x) and x.sharding.is_equivalent_to(sharding, x.ndim))
 
 
 def _first_difference(tree: Tree, placements: Tree) -> str:

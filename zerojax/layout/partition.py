@@ -57,7 +57,7 @@ def partition(
             gradient and no optimizer state but are sharded like the others. None: every leaf is trained.
 
     Raises:
-        ValueError: the mesh lacks a configured axis, or has explicit axes beside automatic data axes; a spec names a
+        ValueError: the mesh lacks a configured axis, or has Explicit axes beside Auto data axes; a spec names a
             data axis or an explicit one, or does not divide its dim; a leaf that is not an inexact array is to be
             trained. The message names the key path.
 

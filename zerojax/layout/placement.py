@@ -101,7 +101,7 @@ class Placement:
 
     @property
     def data_spec(self) -> PartitionSpec:
-        """PartitionSpec over the data axes only: what `shard_map` is told."""
+        """PartitionSpec over the data axes only, for `shard_map`."""
         if self.dim is None:
             return PartitionSpec()
         return PartitionSpec(*(None,) * self.dim, self._shard_axes)
@@ -127,7 +127,7 @@ class Placement:
     def without_leading_dim(self) -> Placement:
         """The placement of one layer of a stacked leaf, as the body of a scan over dim 0 sees it."""
         assert self.dim != 0, "a leaf that is split along dim 0 cannot be scanned in stored form"
-        assert self.shape, "only a leaf that is whole along dim 0 can be scanned in stored form"
+        assert self.shape, "only a leaf that is not sharded along dim 0 can be scanned in stored form"
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(self, shape=self.shape[1:], dim=dim, spec=self.spec[1:])
 
@@ -136,7 +136,7 @@ class Placement:
         return dataclasses.replace(self, dim=None, padding=0, axes=(), num_shards=1, quantize_above=None)
 
     def with_shape(self, shape: tuple[int, ...]) -> Placement:
-        """The placement of a part of the leaf that is whole along the sharded dim."""
+        """The placement of a part of the leaf that has the full extent of the sharded dim."""
         assert self.dim is None or shape[self.dim] == self.shape[self.dim]
         return dataclasses.replace(self, shape=tuple(shape))
 
@@ -198,7 +198,7 @@ def place(
         return record(None, 0, f"{size} elements, fewer than min_shard_size {min_shard_size}")
     if not free:
         return record(None, 0, f"every dim is split over other mesh axes {PartitionSpec(*entries)}")
-    # The leading dim of a leaf of three dims or more is often a stack of layers, which a scan needs whole: last choice.
+    # The leading dim of a leaf of three dims or more is often a stack of layers, unsplit in a scan: last choice.
     inner = free[1:] if len(shape) >= 3 and free[0] == 0 and len(free) > 1 else free
     for dims in (inner, free):
         even = [d for d in dims if shape[d] % num_shards == 0]

@@ -1,7 +1,7 @@
 """Files of the safetensors format: what they hold, slice by slice, without a library and without reading them whole.
 
 Eight bytes with the length of a JSON header, the header with dtype, shape and place of each tensor, then the data. A
-model of several files has an index beside them (`*.safetensors.index.json`). Knows nothing of layouts.
+model of several files has an index beside them (`*.safetensors.index.json`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def open_tensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         header: dict[str, Any] = json.loads(text)
         return {name: _map(file, 8 + length, size, entry) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{file} is not a complete safetensors file: {type(error).__name__}: {error}") from None
 
 
 def select_tensors(

@@ -101,13 +101,13 @@ def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
         return constrain(pad(x, p), p, layout)
     if not layout.stage:
         return x
-    whole = with_auto_mesh(layout.full_sharding(p))
+    replicated = with_auto_mesh(layout.full_sharding(p))
     if p.is_sharded and len(p.axes) > 1:
         # Over "node" first, then inside the node: every byte enters a node once. The compiler's own gather is one ring
         # over all devices, whose neighbours are of different nodes.
         gather = plain_collectives(other_axes(layout.mesh, layout.config.axes)).gather
         x = jax.shard_map(
-            lambda shard: gather(shard, p), mesh=whole.mesh, in_specs=p.data_spec, out_specs=PartitionSpec(),
+            lambda shard: gather(shard, p), mesh=replicated.mesh, in_specs=p.data_spec, out_specs=PartitionSpec(),
             axis_names=set(layout.config.axes), check_vma=False,
         )(constrain(pad(x, p), p, layout))  # fmt: skip
-    return jax.lax.with_sharding_constraint(x, whole)
+    return jax.lax.with_sharding_constraint(x, replicated)

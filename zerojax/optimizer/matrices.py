@@ -13,7 +13,7 @@ device; 5 Newton-Schulz steps take 20 m^2 n + 10 m^3 operations for each matrix,
 
 For a stack the gather would bring B m n elements and repeat all the work N times; from B = 2 on it never moves less.
 No optimizer is known by name: products of two matrices and decompositions are recognised. For three stacks and three
-single matrices on 2 x 8 H100 (tests/optimizer/test_whole_matrices.py) each GPU receives 19 MB per update in 7
+single matrices on 2 x 8 H100 (tests/optimizer/test_full_matrices.py) each GPU receives 19 MB per update in 7
 collectives; partitioned by the compiler alone, 603 MB in 46 (JAX 0.12.0.1).
 """
 
@@ -32,7 +32,7 @@ from zerojax import _compat
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import nontrivial_axes, with_auto_mesh
 
-# Decompositions and solves, which need their operand whole.
+# Decompositions and solves, which need their full operand.
 _DECOMPOSITIONS = {
     "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve", "tridiagonal", "tridiagonal_solve",
@@ -74,8 +74,8 @@ class _Movement:
     products: set[int] = dataclasses.field(default_factory=set)
 
 
-def with_whole_matrices(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """`fn` with the operands of its matrix products moved whole, and no other change.
+def with_full_matrices(fn: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """`fn` with the operands of its matrix products moved as full matrices, and no other change.
 
     Args:
         fn: an update on logical arrays constrained to shards, under `jit`; its matrix products are the optimizer's own.
@@ -88,7 +88,7 @@ def with_whole_matrices(fn: Callable[..., Any], layout: Layout) -> Callable[...,
     >>> import jax.numpy as jnp, zerojax
     >>> mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
     >>> layout = zerojax.partition({"w": jnp.ones((16, 16))}, mesh, zerojax.ZeroConfig(min_shard_size=0))
-    >>> gram = with_whole_matrices(lambda x: x @ x.T, layout)
+    >>> gram = with_full_matrices(lambda x: x @ x.T, layout)
     >>> w = layout.shard({"w": jnp.ones((16, 16))})["w"]
     >>> float(jax.jit(lambda x: gram([layout.leaves[0].full_spec], x))(w)[0, 0])
     16.0
@@ -187,7 +187,7 @@ def _evaluate(
     layout: Layout,
 ) -> dict[int, Any]:
     """Runs the steps; those of a movement see the moved value, all others the value on its shards."""
-    whole: dict[int, Any] = {}
+    full: dict[int, Any] = {}
     inside: dict[int, list[int]] = {}
     for moved, movement in movements.items():
         for n in movement.members:
@@ -198,24 +198,24 @@ def _evaluate(
             x = values[number]
             if number in placed:  # else the compiler may move what it is computed from, one by one
                 x = _constrain(x, PartitionSpec(*placed[number]), layout)
-            whole[number] = _constrain(x, _whole_spec(x, movements[number].extent, layout), layout)
+            full[number] = _constrain(x, _full_spec(x, movements[number].extent, layout), layout)
 
     for number in list(values):
         keep(number)
     for step in steps:
         here = inside.get(step.outputs[0], []) if step.outputs else []
-        results = _compat.bind_equation(step.eqn, [whole[n] if n in here else _read(values, n) for n in step.inputs])  # type: ignore[index]
+        results = _compat.bind_equation(step.eqn, [full[n] if n in here else _read(values, n) for n in step.inputs])  # type: ignore[index]
         for number, result in zip(step.outputs, results, strict=True):
             for movement in (movements[n] for n in here):
                 if number in movement.products and result.ndim >= 2:
-                    result = _constrain(result, _whole_spec(result, movement.extent, layout), layout)
+                    result = _constrain(result, _full_spec(result, movement.extent, layout), layout)
             values[number] = result
             keep(number)
     return values
 
 
-def _whole_spec(x: Any, extent: int | None, layout: Layout) -> PartitionSpec:
-    """Dealt out along the stack, in the order of the shards, or whole on every device."""
+def _full_spec(x: Any, extent: int | None, layout: Layout) -> PartitionSpec:
+    """Dealt out along the stack, in the order of the shards, or replicated."""
     axes = tuple(reversed(nontrivial_axes(layout.mesh, layout.config.axes)))
     return PartitionSpec(axes) if extent is not None and x.shape[0] == extent else PartitionSpec()
 

@@ -164,7 +164,7 @@ def _place_blocks(path: tuple[Any, ...], moment: BlockMoment, owner: Placement, 
 
 
 def to_logical(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    """From stored or whole form to the logical shape, constrained to the shards."""
+    """From stored or full form to the logical shape, constrained to the shards."""
     return constrain(unpad(x, p), p, layout)
 
 

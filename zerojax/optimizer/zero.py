@@ -28,7 +28,7 @@ from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import with_auto_axes
 from zerojax.layout.placement import Placement
 from zerojax.optimizer.masters import current_masters, finish_update, masters_of, optimizer_view
-from zerojax.optimizer.matrices import with_whole_matrices
+from zerojax.optimizer.matrices import with_full_matrices
 from zerojax.optimizer.stored import (
     enter_state,
     has_master,
@@ -88,7 +88,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
     Returns:
         A transformation. `init(params)` takes parameters in stored form and creates the state in sharded form, no
         device ever holding a full leaf of it; from `jax.ShapeDtypeStruct`s (`layout.param_shapes()`) it makes those of
-        the state, with their shardings. `update(grads, state, params, **extra)` takes whole or sharded gradients
+        the state, with their shardings. `update(grads, state, params, **extra)` takes full or sharded gradients
         and returns updates in the form of the parameters, for `optax.apply_updates`. At stages 1 and 2 the updates are
         all-gathered, in the dtype of the parameters where there is a master copy. At stage 0 nothing is sharded.
 
@@ -174,7 +174,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
                 updates, new_inner = wrapped.update(grads, inner, seen, **logical, **called)
             else:  # a function among the arguments may hold the model's own matrix products
                 args = (grads, inner, seen, logical)
-                moved = with_whole_matrices(lambda g, s, p, e: wrapped.update(g, s, p, **e), layout)
+                moved = with_full_matrices(lambda g, s, p, e: wrapped.update(g, s, p, **e), layout)
                 updates, new_inner = moved(_specs_of(args, of_state, layout), *args)
             check_updates(updates, layout)
             check_new_state(new_inner, of_state)

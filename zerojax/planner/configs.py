@@ -68,7 +68,7 @@ class ConfigPlanner:
         capacity: bytes that may be used of a device.
         compiles: compile the steps, or plan from placements alone.
         largest: also find the largest microbatch that fits.
-        progress: told of every compile.
+        progress: called before every compile.
 
     Attributes:
         uses: how the loss uses each leaf, from `zerojax.gather.uses`.

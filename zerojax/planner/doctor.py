@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import sys
@@ -22,14 +21,13 @@ from typing import Any
 import jax
 
 import pallas_kernels
-from pallas_kernels import absent_gpu
 from pallas_kernels.variants import Variant
 from zerojax.config import GRADIENT_FORMATS, WEIGHT_FORMATS, ZeroConfig
 from zerojax.hosts.start import distributed
 from zerojax.layout.mesh import make_mesh
 from zerojax.planner.advice import comparison_configs
 from zerojax.planner.bandwidths import Rate, best_rate, measure_copy, measure_mesh
-from zerojax.planner.gpus import TARGETS, GpuTarget, PluginMissing, check_plugin, load_target
+from zerojax.planner.gpus import TARGETS, GpuTarget, PluginMissing, check_plugin, choose_platform, load_target
 from zerojax.planner.plan import plan_workload
 from zerojax.planner.workload import Workload
 
@@ -53,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, make: Callable[..., Workload]) -> int:
     """Examines and prints; 0 if all is well, 1 if versions do not fit or a collective gave wrong values."""
-    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")  # JAX's CUDA plugin, here to compile, would look for a GPU aloud
+    choose_platform()
     distributed(options.coordinator, options.num_processes, options.process_id)
     sizes = [int(part) for part in options.sizes.split(",")] if options.sizes else None
     workload = make()

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from pallas_kernels import absent_gpu
 from pallas_kernels.gpus import TARGETS, GpuTarget
 
 
@@ -33,10 +34,10 @@ def load_target(name_or_path: str | Path) -> GpuTarget:
     The file holds the fields of `GpuTarget`; with `extends = "h100"` only those that differ.
 
     Args:
-      name_or_path: a key of `TARGETS` in any case, or the path of a `.toml` file.
+        name_or_path: a key of `TARGETS` in any case, or the path of a `.toml` file.
 
     Raises:
-      ValueError: unknown name, unreadable file, or a file with an unknown, missing or mistyped field.
+        ValueError: unknown name, unreadable file, or a file with an unknown, missing or mistyped field.
 
     >>> load_target("H100").memory_bytes
     84942979072
@@ -88,7 +89,7 @@ def check_plugin() -> None:
     """Says whether this installation can compile ahead of time for a target GPU.
 
     Raises:
-      PluginMissing: no CUDA plugin beside jaxlib, or one of another version; one line, with the command that adds it.
+        PluginMissing: no CUDA plugin beside jaxlib, or one of another version; one line, with the command that adds it.
     """
     jaxlib = importlib.metadata.version("jaxlib")
     command = f"pip install --no-deps jax-cuda13-plugin=={jaxlib} jax-cuda13-pjrt=={jaxlib}"
@@ -163,19 +164,19 @@ def absent_mesh(
     Devices are laid out node by node, so that a node's devices are neighbours on the last axes.
 
     Args:
-      target: a `GpuTarget`, or what `load_target` accepts.
-      num_nodes: machines.
-      devices_per_node: GPUs in each.
-      axis_names: mesh axes, outermost first.
-      shape: size of each axis, when the axes are not just nodes and devices in a node: `(6, 2, 4)` for
-        `("node", "local", "model")` on 6 nodes of 8.
+        target: a `GpuTarget`, or what `load_target` accepts.
+        num_nodes: machines.
+        devices_per_node: GPUs in each.
+        axis_names: mesh axes, outermost first.
+        shape: size of each axis, when the axes are not just nodes and devices in a node: `(6, 2, 4)` for
+            `("node", "local", "model")` on 6 nodes of 8.
 
     Returns:
-      Mesh of shape `(num_nodes, devices_per_node)`, or of `shape`.
+        Mesh of shape `(num_nodes, devices_per_node)`, or of `shape`.
 
     Raises:
-      PluginMissing: see `check_plugin`.
-      ValueError: sizes that do not multiply to the number of devices, or an axis "node" that cuts a machine in two.
+        PluginMissing: see `check_plugin`.
+        ValueError: sizes that do not multiply to the number of devices, or an axis "node" that cuts a machine in two.
     """
     sizes = (num_nodes, devices_per_node) if shape is None else tuple(shape)
     if min(num_nodes, devices_per_node, *sizes) < 1:
@@ -196,3 +197,9 @@ def absent_mesh(
     target = target if isinstance(target, GpuTarget) else load_target(target)
     devices = _absent_devices(target.target_config, num_nodes, devices_per_node)
     return jax.sharding.Mesh(np.array(devices, dtype=object).reshape(sizes), tuple(axis_names))
+
+
+def choose_platform() -> None:
+    """Has JAX take the CPU on a machine without an NVIDIA GPU, where its CUDA plugin would look for one aloud."""
+    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")

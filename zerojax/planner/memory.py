@@ -18,8 +18,8 @@ import jax
 import optax
 
 from zerojax.gather.uses import LeafUse
-from zerojax.gradients.feedback import init_feedback
 from zerojax.gradients.inputs import local_shapes
+from zerojax.gradients.wire import init_wire_state
 from zerojax.hlo.program import MemoryFigures
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
@@ -36,7 +36,7 @@ class StateBytes:
 
     Attributes:
         params: parameters in stored form.
-        grads: gradients in the dtype of their parameter: whole while the backward pass runs at stages 0 and 1 (stage
+        grads: gradients in the dtype of their parameter: full while the backward pass runs at stages 0 and 1 (stage
             1 returns shards, but all full gradients exist before they are reduced), shards at stages 2 and 3.
         master: wider copies of the parameters, in the optimizer state.
         moments: all else in the optimizer state: moments, histories, counters.
@@ -65,7 +65,7 @@ class ModelStateBytes:
     Attributes:
         per_device: what each device holds, padding included.
         padding: the bytes of `per_device` that are padding, on the average device (in truth the last shards hold it).
-        data_parallel: what each device would hold under plain data parallelism: every leaf whole, but for its split
+        data_parallel: what each device would hold under plain data parallelism: every leaf in full, but for its split
             over mesh axes that are not data axes.
     """
 
@@ -94,12 +94,12 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
     """
     classes = _state_classes(layout, tx)
     held = {name: sum(_bytes(p, layout, layout.stage >= first) for p in ps) for name, (ps, first) in classes.items()}
-    whole = {name: sum(_bytes(p, layout, False) for p in ps) for name, (ps, _) in classes.items()}
+    full = {name: sum(_bytes(p, layout, False) for p in ps) for name, (ps, _) in classes.items()}
     padding = {
         name: sum(_padding_bytes(p, layout) for p in ps) if layout.stage >= first else 0
         for name, (ps, first) in classes.items()
     }
-    return ModelStateBytes(StateBytes(**held), StateBytes(**padding), StateBytes(**whole))
+    return ModelStateBytes(StateBytes(**held), StateBytes(**padding), StateBytes(**full))
 
 
 def _state_classes(layout: Layout, tx: optax.GradientTransformation) -> dict[str, tuple[list[Placement], int]]:
@@ -157,11 +157,12 @@ def plan_memory(
     """
     state = model_state_bytes(layout, tx).per_device
     local, host = _batch_bytes(layout, batch, rest)
+    wire = init_wire_state(layout, abstract=True)
     arguments = {
         "params": state.params,
         "master": state.master,
         "moments": state.moments,
-        "error_feedback": sum(map(_own_bytes, jax.tree.leaves(init_feedback(layout, abstract=True)))),
+        "error_feedback": sum(map(_own_bytes, jax.tree.leaves(wire and wire.feedback))),
         "batch": local + _counter_bytes(layout),
     }
     inside = {"grads": state.grads, "secondary": secondary_bytes(layout, uses)}
@@ -188,7 +189,7 @@ def plan_memory(
 
 
 def _counter_bytes(layout: Layout) -> int:
-    """Bytes of what a train state carries besides parameters, optimizer state and feedback: counters and flags."""
+    """Bytes of what a train state carries besides parameters, optimizer state and the wire's: counters and flags."""
     state = TrainState.create(layout.param_shapes(), zero(optax.identity(), layout))
     return sum(map(_shape_bytes, jax.tree.leaves(state._replace(params=None, opt_state=optax.EmptyState()))))  # type: ignore[arg-type]
 
@@ -249,7 +250,7 @@ def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple
     for what, (placements, first) in _state_classes(layout, tx).items():
         for p in placements:
             if layout.stage < first:
-                reason = f"stage {layout.stage} keeps {what} whole, stage {first} splits them"
+                reason = f"stage {layout.stage} keeps {what} replicated, stage {first} splits them"
             elif not p.is_sharded:
                 reason = p.reason
             else:
@@ -261,11 +262,11 @@ def replicated_leaves(layout: Layout, tx: optax.GradientTransformation) -> tuple
 
 def padding_notice(layout: Layout) -> list[str]:
     """A sentence where padding to the number of shards adds a percent or more to what is held and sent."""
-    whole = sum(p.full_bytes for p in layout.leaves)
+    full = sum(p.full_bytes for p in layout.leaves)
     padded = sum(math.prod(p.padded_shape) * p.dtype.itemsize for p in layout.leaves)
-    if padded < 1.01 * whole:
+    if padded < 1.01 * full:
         return []
-    return [f"padding to {layout.num_shards} shards adds {padded / whole - 1:.1%} to what is sharded and sent"]
+    return [f"padding to {layout.num_shards} shards adds {padded / full - 1:.1%} to what is sharded and sent"]
 
 
 def _shape_bytes(x: Any) -> int:

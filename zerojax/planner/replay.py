@@ -101,11 +101,11 @@ class Replay:
     """A replayed step, in seconds.
 
     Attributes:
-      seconds: of the step.
-      busy: seconds each lane works: "compute", "inside" a node, "between" nodes.
-      communication: of all collectives, each counted alone.
-      collectives: what each costs, the most exposed first.
-      events: what happens when, where it was recorded.
+        seconds: of the step.
+        busy: seconds each lane works: "compute", "inside" a node, "between" nodes.
+        communication: of all collectives, each counted alone.
+        collectives: what each costs, the most exposed first.
+        events: what happens when, where it was recorded.
     """
 
     seconds: float
@@ -156,13 +156,13 @@ def replay_text(
     """Replays a compiled program, or its text, by the simple rules of `plain_links`, in one line.
 
     Args:
-      program: `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
-      mesh: the mesh it was compiled for, or its axis names and sizes.
-      target: the GPU.
-      bandwidth: into a node, as `zerojax.plan` takes it.
-      node_axes: mesh axes along which the node changes.
-      efficiency: share of the peak that matrix products reach.
-      overlap_limit: as for `replay`.
+        program: `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
+        mesh: the mesh it was compiled for, or its axis names and sizes.
+        target: the GPU.
+        bandwidth: into a node, as `zerojax.plan` takes it.
+        node_axes: mesh axes along which the node changes.
+        efficiency: share of the peak that matrix products reach.
+        overlap_limit: as for `replay`.
     """
     read = read_program(program, mesh, node_axes=node_axes)
     per_node = read.num_devices
@@ -183,13 +183,13 @@ def replay(
     """Replays a program on a machine of given rates.
 
     Args:
-      program: from `read_program`, with its mesh.
-      links: rates of the machine.
-      overlap_limit: collectives that may be under way at once
-        (`xla_gpu_experimental_parallel_collective_overlap_limit`).
-      fused: scopes (`jax.named_scope`) that stand for a fused kernel, and the share of their FLOP that it computes;
-        `FUSED` when None.
-      record: keep the events.
+        program: from `read_program`, with its mesh.
+        links: rates of the machine.
+        overlap_limit: collectives that may be under way at once
+            (`xla_gpu_experimental_parallel_collective_overlap_limit`).
+        fused: scopes (`jax.named_scope`) that stand for a fused kernel, and the share of their FLOP that it computes;
+            `FUSED` when None.
+        record: keep the events.
     """
     clock = _Clock(program, links, overlap_limit, FUSED if fused is None else fused, record)
     clock.run(program.steps)

@@ -1,7 +1,7 @@
 """What the replay of a compiled step says of a configuration: its parts, what is exposed, the bandwidth it would take.
 
 A program is replayed as often as bandwidths are asked about; each is remembered. Collectives are named by the leaves
-that they move, found by the number of elements: a gather of a leaf's shards to its whole, or one of two hops.
+that they move, found by the number of elements: a gather of a leaf's shards to the full leaf, or one of two hops.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def moved_leaves(one: Collective, layout: Layout) -> str:
     names: list[str] = []
     for operand, result in zip(one.operands, one.results, strict=False):
         few, many = sorted((math.prod(operand.dims), math.prod(result.dims)))
-        # Between shards and a part on the first of two hops, a part and the whole on the second, or both in one.
+        # Between shards and a part on the first of two hops, a part and the full leaf on the second, or both in one.
         found = owners.get(few * layout.num_shards) or owners.get(many) or []
         names += [" or ".join(found)] if found else []
     if not names:

@@ -40,14 +40,14 @@ class Links:
     """Rates of the machine that the model divides by.
 
     Attributes:
-      node_bandwidth: bytes per second into one node, from all others together.
-      link_bandwidth: bytes per second into one device from its neighbours in the node.
-      memory_bandwidth: bytes per second of the device memory, as reached.
-      flops: FLOP per second of one device in bfloat16, peak times efficiency.
-      node_latency: seconds a collective between nodes takes beyond its bytes.
-      link_latency: the same of one inside a node.
-      launch_seconds: the least a kernel takes.
-      core_count: multiprocessors that the tiles of a product are spread over; 0: products of all sizes are as fast.
+        node_bandwidth: bytes per second into one node, from all others together.
+        link_bandwidth: bytes per second into one device from its neighbours in the node.
+        memory_bandwidth: bytes per second of the device memory, as reached.
+        flops: FLOP per second of one device in bfloat16, peak times efficiency.
+        node_latency: seconds a collective between nodes takes beyond its bytes.
+        link_latency: the same of one inside a node.
+        launch_seconds: the least a kernel takes.
+        core_count: multiprocessors that the tiles of a product are spread over; 0: products of all sizes are as fast.
     """
 
     node_bandwidth: float

@@ -127,7 +127,7 @@ class _LeafTraffic:
             return found
         once = LeafUse(p.dtype)
         if stage == 0 or not p.is_sharded:
-            # Whole gradients, summed over microbatches first.
+            # Full gradients, summed over microbatches first.
             found += self._reductions(once, dataclasses.replace(p, dim=None, padding=0), 1)
         else:
             if stage == 1:
@@ -200,7 +200,7 @@ class _LeafTraffic:
 
 
 def _layer(placement: Placement, use: LeafUse, layout: Layout) -> tuple[Placement, int]:
-    """What moves at once, and how many times: a layer of a scanned stack; small stacks move whole, unquantised."""
+    """What moves at once, and how many times: a layer of a scanned stack; small stacks move in full, unquantised."""
     if use.layers == 1 or not placement.shape or placement.shape[0] != use.layers or placement.dim == 0:
         return placement, 1
     if math.prod(placement.shape[1:]) < layout.config.min_shard_size:

@@ -105,7 +105,7 @@ def _policy(saved: frozenset[str], offloaded: frozenset[str]) -> Callable[..., A
 
 
 def _check_names(wanted: frozenset[str], jaxpr: Any) -> None:
-    """A name that nothing has would keep nothing, and nobody would be told."""
+    """A name that nothing has would keep nothing, in silence."""
     found = _names_in(jaxpr)
     if missing := wanted - found:
         raise ValueError(

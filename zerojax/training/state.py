@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.gradients.feedback import init_feedback
-from zerojax.layout.host_arrays import place_whole
+from zerojax.gradients.wire import WireState, init_wire_state
+from zerojax.layout.host_arrays import place_in_full
 from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import ZeroState, check_sharded
 from zerojax.training.loss_scaling import DynamicScale, LossScaleState, init_loss_scale, loss_scale_rule
@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
         step: number of steps taken, int32 scalar.
         params: parameters in stored form.
         opt_state: state of the sharded optimizer.
-        feedback: error feedback of the quantised reduction, or None (`ZeroConfig.error_feedback`).
+        wire: what the wire remembers from step to step (`ZeroConfig.error_feedback`), or None.
         loss_scale: state of dynamic loss scaling, or None.
         skipped: number of steps that changed nothing because they were not finite, int32 scalar.
         nonfinite: how often loss and gradient were not finite, and whether that stopped training.
@@ -40,7 +40,7 @@ class TrainState(NamedTuple):
     step: jax.Array
     params: Tree
     opt_state: ZeroState
-    feedback: Tree = None
+    wire: WireState | None = None
     loss_scale: LossScaleState | None = None
     skipped: jax.Array | None = None
     nonfinite: NonFinite | None = None
@@ -60,7 +60,7 @@ class TrainState(NamedTuple):
         Args:
             params: parameters in stored form, or their `jax.ShapeDtypeStruct`s.
             tx: an optimizer made by `zerojax.zero`.
-            layout: needed with `ZeroConfig(error_feedback=True)`, to make the feedback.
+            layout: needed where the configuration remembers something from step to step, to make the `WireState`.
             loss_scale: the rule given to `make_train_step`, if any.
             model_state: arrays that the model carries beside its parameters, for `make_train_step(mutable=True)`.
 
@@ -88,18 +88,16 @@ class TrainState(NamedTuple):
         def place(x: jax.Array) -> Any:
             if abstract:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-            return place_whole(x, everywhere)
+            return place_in_full(x, everywhere)
 
         step, skipped = place(jnp.zeros((), jnp.int32)), place(jnp.zeros((), jnp.int32))
         rule = loss_scale_rule(loss_scale)
         scale = None if rule is None else jax.tree.map(place, init_loss_scale(rule))
         nonfinite = jax.tree.map(place, init_nonfinite())
-        feedback = None
-        if layout is not None and layout.config.error_feedback:
-            feedback = init_feedback(layout, abstract=abstract)
+        wire = None if layout is None else init_wire_state(layout, abstract=abstract)
         # Copies: a replica would share its buffer with the caller's array, and donating one deletes the other.
         carried = jax.tree.map(lambda x: place(x if abstract else jnp.array(x)), model_state)
-        return cls(step, params, opt_state, feedback, scale, skipped, nonfinite, carried)  # type: ignore[arg-type]
+        return cls(step, params, opt_state, wire, scale, skipped, nonfinite, carried)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raises what the next calls of a step would; waits for the state. For after the last step.

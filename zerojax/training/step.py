@@ -118,7 +118,7 @@ def make_train_step(
         _check_state(state, rule, mutable, policy)
         scale = state.loss_scale
         out = grad_fn(
-            state.params, batch, *rest, feedback=state.feedback, model_state=state.model_state,
+            state.params, batch, *rest, wire=state.wire, model_state=state.model_state,
             loss_scale=None if scale is None else scale.scale,
         )  # fmt: skip
         grads = out.grads if scale is None else jax.tree.map(lambda g: _wide(g) / scale.scale, out.grads)
@@ -137,11 +137,11 @@ def make_train_step(
         updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
         with jax.numpy_dtype_promotion("standard"):  # narrow parameters plus the float32 updates of their masters
             applied = optax.apply_updates(state.params, updates)
-        new = applied, opt_state, out.feedback, out.model_state
+        new = applied, opt_state, out.wire, out.model_state
         if policy != "ignore":
-            old = state.params, state.opt_state, state.feedback, state.model_state
+            old = state.params, state.opt_state, state.wire, state.model_state
             new = keep_if(decision.keeps_old, old, new)
-        params, opt_state, feedback, model_state = new
+        params, opt_state, wire, model_state = new
         new_scale = scale
         if scale is not None and rule is not None:
             metrics["loss_scale"] = scale.scale
@@ -158,7 +158,7 @@ def make_train_step(
         if has_aux:
             metrics["aux"] = out.aux
         done = TrainState(
-            state.step + decision.runs.astype(state.step.dtype), params, opt_state, feedback, new_scale,  # type: ignore[arg-type]
+            state.step + decision.runs.astype(state.step.dtype), params, opt_state, wire, new_scale,  # type: ignore[arg-type]
             skipped if state.skipped is not None else None,
             decision.counts if state.nonfinite is not None else None, model_state,
         )  # fmt: skip

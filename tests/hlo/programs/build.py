@@ -1,6 +1,6 @@
 """Small programs with every sort of communication, and the compiled texts of them kept beside this file.
 
-`python tests/hlo/programs/build.py` compiles them for 2 x 8 absent H100 with the JAX at hand and writes
+`python tests/hlo/programs/build.py` compiles them ahead of time for 2 x 8 H100 with the JAX at hand and writes
 `NAME.jax-VERSION.txt.gz`; the reader of programs is then tested on the texts of versions that are not installed.
 """
 
