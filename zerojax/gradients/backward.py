@@ -33,6 +33,7 @@ from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import LeafUse, cast_target, is_layered, leaf_uses
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import prefetch_window
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -247,14 +248,14 @@ def layout_scope(
         min_loop_size=layout.config.min_shard_size,
         forward_only=forward_only,
         order=order,
-        window=layout.config.prefetch_bytes if layout.stage >= 3 else None,
+        window=prefetch_window(layout.mesh, layout.config),
     )
 
 
 def _order(layout: Layout, tokens: Sequence[Token]) -> Order | None:
     """The order of gathers from the start of the program, where the configuration asks for one."""
-    window, (seed, first) = layout.config.prefetch_bytes, tokens
-    return None if layout.stage < 3 or window is None else Order(window, seed, [Mark(0, first)])
+    window, (seed, first) = prefetch_window(layout.mesh, layout.config), tokens
+    return None if window is None else Order(window, seed, [Mark(0, first)])
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:

@@ -18,6 +18,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from zerojax._compat import has_explicit_axes
+from zerojax.config import ZeroConfig
+
+# A layer of a model of tens of billions of parameters in two bytes: what such a model hides its gathers with.
+_PREFETCH_BYTES = 2**30
 
 
 def make_mesh(
@@ -119,6 +123,14 @@ def other_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
 def is_of_gpus(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
     """Whether collectives on the mesh are those of GPUs; so it is taken to be where no devices are named (planning)."""
     return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu"
+
+
+def prefetch_window(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> int | None:
+    """Bytes of weights that may be gathered ahead of their use; None: the compiler decides."""
+    if config.stage < 3:
+        return None
+    window = config.prefetch_bytes
+    return (_PREFETCH_BYTES if is_of_gpus(mesh) else None) if isinstance(window, str) else window
 
 
 def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:
