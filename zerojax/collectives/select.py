@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zerojax.collectives.plain import Collectives, gather_linearly, identity_gather, plain_collectives, reduce_linearly
 from zerojax.collectives.quantized import Pair, quantized_gradients, quantized_weights
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import is_of_gpus, other_axes
+from zerojax.layout.mesh import gathers_in_one_hop, other_axes
 from zerojax.layout.placement import Placement
 
 Move = Callable[[jax.Array, Placement], jax.Array]
@@ -27,7 +27,7 @@ def layout_collectives(layout: Layout) -> Collectives:
     config = layout.config
     others = other_axes(layout.mesh, config.axes)
     out = plain_collectives(
-        others, config.grad_dtype, secondary=has_secondary(layout), flat=gathers_in_one_hop(layout)
+        others, config.grad_dtype, secondary=has_secondary(layout), flat=gathers_in_one_hop(layout.mesh, config)
     )
     if config.quantize_weights is not None:
         out = quantized_weights(out, config.quantize_weights, others, config.kernels)  # type: ignore[arg-type]
@@ -77,9 +77,3 @@ def _with_derivatives(moves: Collectives, others: tuple[str, ...]) -> Collective
 def has_secondary(layout: Layout) -> bool:
     """Whether a secondary partition differs from both the shard and the full leaf on this mesh."""
     return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)
-
-
-def gathers_in_one_hop(layout: Layout) -> bool:
-    """Whether an unquantised gather is one collective over both axes: on GPUs, whose library orders its rings by the
-    topology, where no secondary partition wants what lies between the hops."""
-    return not has_secondary(layout) and is_of_gpus(layout.mesh)

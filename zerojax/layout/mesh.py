@@ -125,6 +125,13 @@ def is_of_gpus(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
     return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu"
 
 
+def gathers_in_one_hop(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> bool:
+    """Whether an unquantised gather is one collective over both axes: on GPUs, whose library orders its rings by the
+    topology, where no secondary partition wants what lies between the hops."""
+    has_secondary = config.secondary and all(mesh.shape[axis] > 1 for axis in config.axes)
+    return is_of_gpus(mesh) and not has_secondary
+
+
 def prefetch_window(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> int | None:
     """Bytes of weights that may be gathered ahead of their use; None: the compiler decides."""
     if config.stage < 3:
