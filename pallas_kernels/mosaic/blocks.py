@@ -26,6 +26,8 @@ from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
 from pallas_kernels.mosaic.rotate import Stage, rotate_parts, stages
 
+NO_2_BITS = "there is no kernel for 2 bits; use 'xla'"
+
 
 def num_parts(fmt: QuantFormat, stochastic: bool) -> int:
     """Parts a block is held in: its halves where they share a byte or a random number, else the whole."""
@@ -178,6 +180,25 @@ def run_kernel(
     return {name: _compat.vary(value, axes) for name, value in zip(outputs, results, strict=True)}
 
 
+def run_quantizing(
+    body: Callable[[dict[str, Any]], None],
+    inputs: dict[str, jax.Array],
+    hashed_seed: jax.Array | None,
+    fmt: QuantFormat,
+    shape: tuple[int, ...],
+    residual_dtype: Any,
+    grid: int,
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """`run_kernel` of a body that quantises values of ``shape``, rows first; a residual where it has a dtype."""
+    rows, *inner = shape
+    seed = {} if hashed_seed is None else {"seed": hashed_seed.reshape(1)}
+    outputs = stored_types(fmt, (rows,), tuple(inner))
+    if residual_dtype is not None:
+        outputs["residual"] = jax.ShapeDtypeStruct(shape, residual_dtype)
+    return run_kernel(body, {**inputs, **seed}, outputs, grid, interpret)
+
+
 def cut(ref: Any, pieces: int) -> list[Any]:
     """A ref cut along its last dimension into equal pieces."""
     *dims, cols = ref.shape
@@ -203,14 +224,14 @@ def scales(
     magnitude = numerics.abs_bits(largest * np.float32(1 / unit))
     finite = numerics.is_finite_bits(magnitude)
     mask = jnp.where(finite, np.int32(-1), np.int32(0))
-    needed = scale_rounding.needed_scale(magnitude, fmt.qmax)
+    needed = scale_rounding.needed_scale(magnitude, fmt.reach)
     if not fmt.tiled:
-        effective = scale_rounding.round_scale(needed, fmt.qmax)
+        effective = scale_rounding.round_scale(needed, fmt.reach)
         return magnitude, effective, mask, jnp.where(finite, effective, np.float32(np.nan)), None
     largest_needed = needed
     for axis in range(rank - 2, 0, -1):
         largest_needed = jnp.max(largest_needed, axis=axis)
-    tile = scale_rounding.round_tile_scale(largest_needed, fmt.qmax)
+    tile = scale_rounding.round_tile_scale(largest_needed, fmt.reach)
     wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
     inverse = registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
     inverse = spread(scale_rounding.tile_inverse(inverse), chunk.dims[:-1], chunk.row_layout)

@@ -21,15 +21,16 @@ from pallas_kernels import _compat, numerics
 from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.backend import Plan
 from pallas_kernels.mosaic.blocks import (
+    NO_2_BITS,
     STORED,
     blocks_of_tile,
     cut,
     make_chunk,
     num_parts,
     run_kernel,
+    run_quantizing,
     store_quantized,
     stored_arrays,
-    stored_types,
 )
 from pallas_kernels.mosaic.contributions import Sum, add_all
 
@@ -48,6 +49,8 @@ def plan_sum(
 
     A sum of one contribution is `dequantize`, which clamps to the finite numbers of ``dtype``.
     """
+    if source.bits == 2:
+        return Plan((NO_2_BITS,))
     problems = []
     size = math.prod(shape)
     if source.padded_size(size) != size:
@@ -73,6 +76,8 @@ def plan_sum_quantize(
     with_residual: bool,
 ) -> Plan:
     """The kernel for one call of `dequantize_sum_quantize`, or the reasons why there is none."""
+    if 2 in (source.bits, fmt.bits):
+        return Plan((NO_2_BITS,))
     problems = []
     size = math.prod(shape)
     if source.padded_size(size) != fmt.padded_size(size):
@@ -178,13 +183,10 @@ def _run_sum_quantize(
     fmt, inputs = call.chunk.fmt, _inputs(call, qvalue, scale, tile_scale)
     if addend is not None:
         inputs["addend"] = addend.reshape(call.rows, *call.inner)
-    if hashed_seed is not None:
-        inputs["seed"] = hashed_seed.reshape(1)
-    outputs = stored_types(fmt, (call.rows,), call.inner)
-    if with_residual:
-        outputs["residual"] = jax.ShapeDtypeStruct((call.rows, *call.inner), jnp.float32)
-    body = functools.partial(_body, call=call, interpret=interpret)
-    out = run_kernel(body, inputs, outputs, call.grid, interpret)
+    out = run_quantizing(
+        functools.partial(_body, call=call, interpret=interpret), inputs, hashed_seed, fmt, (call.rows, *call.inner),
+        jnp.float32 if with_residual else None, call.grid, interpret,
+    )  # fmt: skip
     residual = out["residual"].reshape(*lead, *shape) if with_residual else None
     return (*stored_arrays(out, fmt, lead, call.rows // max(1, math.prod(lead)), call.inner), residual)
 

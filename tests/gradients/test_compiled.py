@@ -285,5 +285,6 @@ def test_tensor_parallel_weights_are_not_gathered_over_their_axis():
                     math.prod(array.dims) % rows == 0, one
     # Each device holds half of every layer's leaf: the data axes carry that half.
     whole = sorted(layer_bytes(layout, name) // 2 for name in LARGE)
-    sizes = {a.num_bytes for one in program.select("all-gather", axes=("node", "local"), in_loop=True) for a in one.results}
+    gathers = program.select("all-gather", axes=("node", "local"), in_loop=True)
+    sizes = {array.num_bytes for one in gathers for array in one.results}
     assert sizes == set(whole)

@@ -277,8 +277,8 @@ def _train_state_like(about: dict[str, Any], layout: Layout, tx: optax.GradientT
     found += [shape for name, shape in saved.items() if name.startswith(OF_THE_WIRE[1:])]
     if found and wanted != found:
         warnings.warn(
-            "what the wire remembers in the checkpoint (error feedback) is of another layout: it is left out, and "
-            "starts anew where the configuration has it",
+            "what the wire remembers in the checkpoint (error feedback, replicas of weights) is of another layout: it "
+            "is left out, and starts anew where the configuration has it",
             ZeroNotice,
             stacklevel=4,
         )

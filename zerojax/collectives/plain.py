@@ -37,8 +37,6 @@ class Collectives(NamedTuple):
         gather_secondary: (secondary, placement) -> the full logical leaf, over the innermost axis only.
         reduce: (full logical leaf, placement) -> this device's shard of the sum over all devices; for a replicated leaf
             the sum itself.
-        reduce_hops: placement -> the functions that make up `reduce` one after the other, each a collective: of an
-            unquantised leaf, so that a caller can say when each is sent.
         reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what
             this one lost); the losses are those of this device's chunk in the hop between nodes, zero if unquantised.
         gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis; "node+local"
@@ -50,7 +48,6 @@ class Collectives(NamedTuple):
     secondary: Callable[[jax.Array, Placement, int], Held] | None
     gather_secondary: Callable[[Held, Placement], jax.Array]
     reduce: Callable[[jax.Array, Placement], jax.Array]
-    reduce_hops: Callable[[Placement], list[Callable[[jax.Array], jax.Array]]]
     reduce_with_feedback: Callable[[jax.Array, jax.Array, Placement], tuple[jax.Array, jax.Array]]
     gather_bytes: Callable[[Placement, Sizes], dict[str, int]]
     reduce_bytes: Callable[[Placement, Sizes], dict[str, int]]
@@ -77,7 +74,7 @@ def plain_collectives(
         return _gather_over(placement.axes, shard, placement)
 
     def make_secondary(shard: jax.Array, placement: Placement, stack: int) -> jax.Array:
-        held = within_other_axes(lambda x: _gather(x, placement, hops(placement.axes[:-1])), placement, other_axes)
+        held = within_other_axes(lambda x: gather_over(x, placement, hops(placement.axes[:-1])), placement, other_axes)
         return held(shard)
 
     def gather_secondary(held: jax.Array, placement: Placement) -> jax.Array:
@@ -86,7 +83,7 @@ def plain_collectives(
     def _gather_over(axes: tuple[str, ...], shard: jax.Array, placement: Placement) -> jax.Array:
         if not placement.is_sharded:
             return shard
-        full = within_other_axes(lambda x: _gather(x, placement, hops(axes)), placement, other_axes)(shard)
+        full = within_other_axes(lambda x: gather_over(x, placement, hops(axes)), placement, other_axes)(shard)
         return unpad(full, placement)
 
     def hops(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -102,18 +99,10 @@ def plain_collectives(
     def reduce(full: jax.Array, placement: Placement) -> jax.Array:
         if not placement.axes:  # whole, as it is
             return full
-        dtype, x = full.dtype, pad(full.astype(wire_dtype(full.dtype)), placement)
-        for hop in reduce_hops(placement):
-            x = hop(x)
-        return x.astype(dtype)
-
-    def reduce_hops(placement: Placement) -> list[Callable[[jax.Array], jax.Array]]:
-        def over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
-            return within_other_axes(lambda x: _reduce(x, placement, axes), placement, other_axes)
-
-        if placement.dim is None:
-            return [over(placement.axes)]
-        return [over((axis,)) for axis in reversed(placement.axes)]
+        dtype = full.dtype
+        wire = full.astype(wire_dtype(dtype))
+        summed = within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(wire, placement))
+        return summed.astype(dtype)
 
     def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
         return _reduce_bytes(placement.with_dtype(wire_dtype(placement.dtype)), sizes)
@@ -122,8 +111,8 @@ def plain_collectives(
         return reduce(full, placement), jnp.zeros_like(feedback)
 
     return Collectives(
-        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_hops, reduce_with_feedback, bytes_of_gather,
-        reduce_bytes,
+        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_with_feedback,
+        bytes_of_gather, reduce_bytes,
     )  # fmt: skip
 
 
@@ -185,23 +174,24 @@ def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[st
 
 def reduce_linearly(full: jax.Array, placement: Placement, other_axes: tuple[str, ...]) -> jax.Array:
     """The reduction in the dtype of its operand: the transpose of `gather_linearly`."""
-    return within_other_axes(lambda x: _reduce(x, placement, placement.axes), placement, other_axes)(pad(full, placement))
+    return within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(full, placement))
 
 
-def _gather(shard: jax.Array, placement: Placement, hops: Sequence[tuple[str, ...]]) -> jax.Array:
-    """All-gather along the placement's dim, hop by hop; local to local (padded)."""
+def gather_over(shard: jax.Array, placement: Placement, hops: Sequence[str | tuple[str, ...]]) -> jax.Array:
+    """All-gather along the placement's dim, hop by hop, outermost axis first; local to local (padded)."""
     assert placement.dim is not None
     bits = _as_bits(shard)
     for axes in hops:  # slices are in local-major order
-        bits = lax.all_gather(bits, tuple(reversed(axes)), axis=placement.dim, tiled=True)
+        names = axes if isinstance(axes, str) else tuple(reversed(axes))
+        bits = lax.all_gather(bits, names, axis=placement.dim, tiled=True)
     return _from_bits(bits, shard.dtype)
 
 
-def _reduce(full: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+def _reduce(full: jax.Array, placement: Placement) -> jax.Array:
     """Reduce-scatter along the placement's dim, innermost axis first; an all-reduce for a replicated leaf."""
     if placement.dim is None:
-        return lax.psum(full, axes)
-    for axis in reversed(axes):
+        return lax.psum(full, placement.axes)
+    for axis in reversed(placement.axes):
         full = lax.psum_scatter(full, axis, scatter_dimension=placement.dim, tiled=True)
     return full
 

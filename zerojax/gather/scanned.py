@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zerojax import _compat
 from zerojax.gather.ahead import Ahead, LoopAhead, Operands
-from zerojax.gather.deferred import is_held, params_of, plain
+from zerojax.gather.deferred import is_held, plain
 from zerojax.gather.equation import Equation, disassemble
 from zerojax.gather.primitives import PRIMITIVES, Kind
 from zerojax.gather.stored import Scope, Stored

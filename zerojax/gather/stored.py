@@ -225,6 +225,10 @@ class Stored:
             self, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root
         )
 
+    def holding(self, secondary: Any, stack: int) -> Stored:
+        """The same parameter held as a secondary partition, of which `stack` leading dims can be scanned over."""
+        return dataclasses.replace(self, shard=secondary, secondary_stack=stack)
+
     def with_view_of(self, other: Stored) -> Stored:
         """This parameter under the view of another."""
         out = self

@@ -48,8 +48,8 @@ _APPLY_IS_FORWARD = (
 )
 _NO_SECOND_DERIVATIVE = (
     "zerojax.value_and_grad cannot itself be differentiated with respect to the parameters where weights keep a "
-    "secondary partition (ZeroConfig(secondary=True)): for gradient penalties, meta-learning or Hessians use a layout "
-    "with secondary=False"
+    "secondary partition (ZeroConfig(secondary=True) or weight_deltas): for gradient penalties, meta-learning or "
+    "Hessians use a layout with secondary=False and without weight_deltas"
 )
 
 
@@ -88,8 +88,8 @@ def value_and_grad(
         it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device, and further
         parameters in stored form (a teacher, a target network) are marked by `Layout.stored`. The loss
         is the global mean, the same on every device. Gradients: full at stage 0, else this device's shards (padded
-        form), in the dtype of the parameter; None for leaves that are not trained. Where the
-        configuration remembers something from step to step (`ZeroConfig.error_feedback`), the function takes `wire=`
+        form), in the dtype of the parameter; None for leaves that are not trained. Where the configuration
+        remembers something from step to step (`ZeroConfig.weight_deltas`, `error_feedback`), the function takes `wire=`
         (from `init_wire_state`) and returns the new state as a third value. With `loss_scale=`, a scalar, the gradients
         (not the loss) come back multiplied by it.
 

@@ -6,6 +6,7 @@ Reads placements and changes nothing.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 from jax.sharding import Mesh
@@ -44,6 +45,10 @@ def describe(
         how = "in one message over both axes" if gathers_in_one_hop(mesh, config) else f"over {axes[0]}, then {axes[1]}"
         quantized = " (quantised ones axis by axis)" if config.quantize_weights and "one" in how else ""
         lines.append(f"weights are gathered {how}{quantized}; gradients are reduced over {axes[1]}, then {axes[0]}")
+    if config.weight_deltas is not None:
+        kept = [p for p in leaves if p.replica_dtype is not None]
+        held = sum(math.prod(p.padded_shape) * p.replica_dtype.itemsize for p in kept) // mesh.shape[config.axes[-1]]
+        lines.append(f"replicas   {len(kept):>2} leaves {config.weight_deltas} changes, {held:>14,} on each device")
     frozen = [p.path for p in leaves if not p.trainable]
     if frozen:
         lines.append(f"  not trained: {', '.join(frozen)}")

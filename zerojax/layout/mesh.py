@@ -128,8 +128,8 @@ def is_of_gpus(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
 def gathers_in_one_hop(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> bool:
     """Whether an unquantised gather is one collective over both axes: on GPUs, whose library orders its rings by the
     topology, where no secondary partition wants what lies between the hops."""
-    has_secondary = config.secondary and all(mesh.shape[axis] > 1 for axis in config.axes)
-    return is_of_gpus(mesh) and not has_secondary
+    asked = config.secondary or config.weight_deltas is not None
+    return is_of_gpus(mesh) and not (asked and all(mesh.shape[axis] > 1 for axis in config.axes))
 
 
 def prefetch_window(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> int | None:
