@@ -13,41 +13,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import _compat
 from zerojax.collectives.plain import Collectives
 from zerojax.gather.order import together, zero_token
 from zerojax.gather.stored import instantiated
+from zerojax.gather.traced_layer import (
+    Arrays,
+    Layer,
+    Operands,
+    TracedLayer,
+    filled,
+    is_inexact,
+    leaves_filled,
+    traced_layer,
+    trained_of,
+    where,
+)
 from zerojax.layout.placement import Placement
 
 Tree = Any
-Arrays = list[Any]
-
-
-class Operands(NamedTuple):
-    """What a loop runs on.
-
-    Attributes:
-        consts: what every layer sees.
-        first: what is carried into the first.
-        xs: arrays of all layers, of which each sees its own.
-        stacks: (what is held, the gradient's input, the feedback or None) of each parameter gathered ahead; where what
-            is held is the gradient's input too, and where there is none, it is None.
-    """
-
-    consts: Arrays
-    first: Arrays
-    xs: Arrays
-    stacks: list[tuple[Any, Any, Any]]
-
-
-# (consts, carried, own part of xs, whole weights, what their gradients are cotangents of) -> (carried, results)
-Layer = Callable[[Arrays, Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,23 +180,24 @@ class LoopAhead:
         wanted = wanted._replace(first=self.spread(wanted))
         begun = self._first(operands)
         consts, first, xs, _ = operands
-        traced = _traced_layer(self, wanted, [consts, first, _at(xs, 0), begun[1]])
+        placements = [a.placement for a in self.ahead]
+        traced = traced_layer(self.layer, placements, wanted, [consts, first, _at(xs, 0), begun[1]])
         once = traced.constants(consts)
         (carried, results), kept, kept_last, secondaries = self._forward(operands, begun, traced.step)
         # The first gather of the backward pass waits for the end of the forward pass.
-        real = [_is_inexact(x) for x in carried]
-        passed, token = together(_where(carried, real), [zero_token()])
-        carried = _filled(carried, real, passed)
+        real = [is_inexact(x) for x in carried]
+        passed, token = together(where(carried, real), [zero_token()])
+        carried = filled(carried, real, passed)
         return (carried, results), (operands, kept, kept_last, secondaries, once, token, traced)
 
     def _backward(self, residuals: Any, cotangents: tuple[Arrays, Arrays]) -> list[Any]:
         """Cotangents of the operands' leaves, in order; None where none is wanted."""
         operands, kept, kept_last, secondaries, once, token, traced = residuals
-        traced: _TracedLayer
+        traced: TracedLayer
         wanted, last = traced.wanted, self.length - 1
         of_carried, of_results = jax.tree.map(instantiated, cotangents)
-        moving = _where(of_carried, wanted.first)
-        trained = _trained(wanted)
+        moving = where(of_carried, wanted.first)
+        trained = trained_of(wanted)
         carries = [a.in_backward for a in self.ahead]
 
         def shards_at(place: Any) -> Arrays:
@@ -230,14 +220,14 @@ class LoopAhead:
             of_layer = _at(of_results, layer)
             return traced.pull(
                 kept, once, operands.consts, _at(operands.xs, layer), wholes,
-                _filled(of_carried, wanted.first, moving), of_layer,
+                filled(of_carried, wanted.first, moving), of_layer,
             )  # fmt: skip
 
         def reduced(wholes: Arrays, place: Any) -> list[Any]:
             """The gradients of the layer at a place, and what their reductions lost."""
             layer, new = self._layer_at(place), []
             of_trained = [a for a, t in zip(self.ahead, trained, strict=True) if t]
-            stacks = _where(operands.stacks, trained)
+            stacks = where(operands.stacks, trained)
             for a, (_, _, feedback), whole in zip(of_trained, stacks, wholes, strict=True):
                 new.append(a.reduced(whole, None if feedback is None else _at(feedback, layer)))
             return new
@@ -253,7 +243,7 @@ class LoopAhead:
         in_all = _put(in_all, d_xs, self._layer_at(last))
         buffers = [
             jax.tree.map(jnp.zeros_like, (shard if grad_input is None else grad_input, feedback))
-            for shard, grad_input, feedback in _where(operands.stacks, trained)
+            for shard, grad_input, feedback in where(operands.stacks, trained)
         ]
 
         def body(state: Any, place: jax.Array) -> Any:
@@ -283,9 +273,9 @@ class LoopAhead:
         d_consts = [a + b for a, b in zip(d_consts, more, strict=True)]
         in_all = _put(in_all, d_xs, self._layer_at(0))
         return [
-            *_leaves_filled(operands.consts, wanted.consts, d_consts),
-            *_filled([None] * len(of_carried), wanted.first, moving),
-            *_leaves_filled(operands.xs, wanted.xs, in_all), *self._of_stacks(operands.stacks, trained, buffers),
+            *leaves_filled(operands.consts, wanted.consts, d_consts),
+            *filled([None] * len(of_carried), wanted.first, moving),
+            *leaves_filled(operands.xs, wanted.xs, in_all), *self._of_stacks(operands.stacks, trained, buffers),
         ]  # fmt: skip
 
     def _of_stacks(self, stacks: Sequence[Any], trained: Sequence[bool], buffers: Sequence[Any]) -> list[Any]:
@@ -297,155 +287,6 @@ class LoopAhead:
             out += [*of_shard, grad] if grad_input is not None else [grad] if trains else of_shard
             out += [] if feedback is None else [lost]
         return out
-
-
-class _Source(NamedTuple):
-    """Where a residual of a layer is found in the backward pass."""
-
-    kind: str  # "kept", "once", "xs", "whole"
-    index: int
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _TracedLayer:
-    """A layer with its pullback, traced once; no array of the trace is in it.
-
-    Attributes:
-        jaxpr: inputs as `groups` counts them, outputs the layer's own and then the residuals.
-        groups: numbers of leaves of consts, carried values, xs and whole weights.
-        structure: of the pullback.
-        sources: where each residual is found.
-        own: number of outputs of the layer itself.
-        carried: of these, the carried values.
-        inexact: which of them are differentiable.
-        wanted: which operands are differentiated.
-    """
-
-    jaxpr: Any
-    groups: tuple[int, int, int, int]
-    structure: Any
-    sources: tuple[_Source, ...]
-    own: int
-    carried: int
-    inexact: tuple[bool, ...]
-    wanted: Operands
-    by_kind: dict[str, list[Any]]
-
-    def _bound(self, *groups: Any) -> dict[Any, Any]:
-        """The inputs of the jaxpr, for groups of operands in order; None: not given."""
-        inner, consts = _compat.open_jaxpr(self.jaxpr)
-        env = dict(zip(inner.constvars, consts, strict=True))
-        begin = 0
-        for group, count in zip(groups, self.groups, strict=True):
-            if group is not None:
-                env.update(zip(inner.invars[begin : begin + count], jax.tree.leaves(group), strict=True))
-            begin += count
-        return env
-
-    def constants(self, consts: Arrays) -> Arrays:
-        """Residuals that are the same for all layers."""
-        return _evaluated(self.jaxpr, self._bound(consts, None, None, None), self.by_kind["once"])
-
-    def step(self, consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """The layer: (carried, results, residuals of this layer)."""
-        inner, _ = _compat.open_jaxpr(self.jaxpr)
-        wanted = [*inner.outvars[: self.own], *self.by_kind["kept"]]
-        out = _evaluated(self.jaxpr, self._bound(consts, carried, xs, wholes), wanted)
-        return out[: self.carried], out[self.carried : self.own], out[self.own :]
-
-    def pull(
-        self, kept: Arrays, once: Arrays, consts: Arrays, xs: Arrays, wholes: Arrays, of_carried: Arrays,
-        of_results: Arrays,
-    ) -> tuple[Arrays, Arrays, Arrays, Arrays]:  # fmt: skip
-        """Cotangents of the differentiated leaves of consts, carried values and xs, and of the whole weights."""
-        again = _evaluated(self.jaxpr, self._bound(consts, None, None, wholes), self.by_kind["whole"])
-        found = {"kept": kept, "once": once, "xs": jax.tree.leaves(xs), "whole": again}
-        leaves = [found[source.kind][source.index] for source in self.sources]
-        cotangents = [c for c, i in zip([*of_carried, *of_results], self.inexact, strict=True) if i]
-        return self.structure.unflatten(leaves)(cotangents)
-
-
-def _traced_layer(loop: LoopAhead, wanted: Operands, examples: Sequence[Any]) -> _TracedLayer:
-    """Traces a layer and its pullback on examples of (consts, carried, xs, whole weights)."""
-    noted: list[Any] = []
-    trained = _trained(wanted)
-
-    def traced(consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays]:
-        def of_wanted(d_consts: Arrays, d_carried: Arrays, d_xs: Arrays, d_wholes: Arrays) -> tuple[Arrays, Arrays]:
-            out, ys = loop.layer(
-                _leaves_replaced(consts, wanted.consts, d_consts), _filled(carried, wanted.first, d_carried),
-                _leaves_replaced(xs, wanted.xs, d_xs), wholes, _filled([None] * len(wholes), trained, d_wholes),
-            )  # fmt: skip
-            own = [*out, *ys]
-            inexact = tuple(map(_is_inexact, own))
-            noted[:] = [inexact, len(out)]
-            return _where(own, inexact), _where(own, [not i for i in inexact])
-
-        holders = [jnp.zeros(a.placement.shape, a.placement.dtype) for a in _where(loop.ahead, trained)]
-        out, pullback, others = jax.vjp(
-            of_wanted, _leaves_where(consts, wanted.consts), _where(carried, wanted.first),
-            _leaves_where(xs, wanted.xs), holders, has_aux=True,
-        )  # fmt: skip
-        leaves, structure = jax.tree.flatten(pullback)
-        noted.append(structure)
-        real, rest = iter(out), iter(others)
-        return [next(real) if i else next(rest) for i in noted[0]], leaves
-
-    jaxpr = jax.make_jaxpr(traced)(*examples)
-    inexact, carried, structure = noted
-    groups = tuple(len(jax.tree.leaves(part)) for part in examples)
-    sources, by_kind = _sources(jaxpr, groups, len(inexact))
-    return _TracedLayer(jaxpr, groups, structure, sources, len(inexact), carried, inexact, wanted, by_kind)
-
-
-def _sources(jaxpr: Any, groups: Sequence[int], own: int) -> tuple[tuple[_Source, ...], dict[str, list[Any]]]:
-    """Where each residual is found: kept for each layer only if it depends on what differs between layers."""
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    consts, carried, xs, _ = groups
-    kinds: dict[Any, str] = {}
-    for i, var in enumerate(inner.invars):
-        kinds[var] = "once" if i < consts else "kept" if i < consts + carried + xs else "whole"
-    for eqn in inner.eqns:
-        inputs = {kinds.get(v, "once") for v in eqn.invars if not isinstance(v, _compat.Literal)}
-        kind = "kept" if "kept" in inputs else "whole" if "whole" in inputs else "once"
-        kinds.update(dict.fromkeys(eqn.outvars, kind))
-    own_xs = {var: i for i, var in enumerate(inner.invars[consts + carried : consts + carried + xs])}
-    by_kind: dict[str, list[Any]] = {"kept": [], "once": [], "whole": []}
-    sources = []
-    for atom in inner.outvars[own:]:
-        literal = isinstance(atom, _compat.Literal)
-        if not literal and atom in own_xs:
-            sources.append(_Source("xs", own_xs[atom]))
-            continue
-        kind = "once" if literal else kinds.get(atom, "once")
-        known = [i for i, other in enumerate(by_kind[kind]) if other is atom]
-        if not known:
-            by_kind[kind].append(atom)
-        sources.append(_Source(kind, known[0] if known else len(by_kind[kind]) - 1))
-    return tuple(sources), by_kind
-
-
-def _evaluated(jaxpr: Any, env: dict[Any, Any], wanted: Sequence[Any]) -> Arrays:
-    """Some values of a jaxpr, by the equations that they need."""
-    inner, _ = _compat.open_jaxpr(jaxpr)
-    needed = {v for v in wanted if not isinstance(v, _compat.Literal)}
-    run = []
-    for eqn in reversed(inner.eqns):
-        if needed.intersection(eqn.outvars):
-            run.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, _compat.Literal))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
-
-    for eqn in reversed(run):
-        env.update(zip(eqn.outvars, _compat.bind_equation(eqn, [read(v) for v in eqn.invars]), strict=True))
-    return [jnp.asarray(read(v)) if isinstance(v, _compat.Literal) else read(v) for v in wanted]
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _at(tree: Tree, layer: Any) -> Tree:
@@ -469,9 +310,9 @@ def _select_first(first: Any, others: Any, place: Any) -> Any:
 def _gated(values: Tree, carried: Arrays) -> tuple[Tree, Arrays]:
     """Values, not before the floats among what is carried."""
     leaves, structure = jax.tree.flatten(values)
-    real = [_is_inexact(x) for x in carried]
-    leaves, passed = together(leaves, _where(carried, real))
-    return structure.unflatten(leaves), _filled(carried, real, passed)
+    real = [is_inexact(x) for x in carried]
+    leaves, passed = together(leaves, where(carried, real))
+    return structure.unflatten(leaves), filled(carried, real, passed)
 
 
 def _together(one: Tree, other: Tree) -> tuple[Tree, Tree]:
@@ -483,30 +324,3 @@ def _together(one: Tree, other: Tree) -> tuple[Tree, Tree]:
 def _plus(values: Arrays, token: jax.Array) -> Arrays:
     """The values, the first of which reads a token, which is zero."""
     return [values[0] + token.astype(values[0].dtype), *values[1:]] if values else values
-
-
-def _where(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    return [v for v, m in zip(values, mask, strict=True) if m]
-
-
-def _filled(values: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    fresh = iter(new)
-    return [next(fresh) if m else v for v, m in zip(values, mask, strict=True)]
-
-
-def _leaves_where(tree: Tree, mask: Tree) -> list[Any]:
-    return _where(jax.tree.leaves(tree), jax.tree.leaves(mask))
-
-
-def _leaves_replaced(tree: Tree, mask: Tree, new: Sequence[Any]) -> Tree:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_filled(leaves, jax.tree.leaves(mask), new))
-
-
-def _leaves_filled(tree: Tree, mask: Tree, new: Sequence[Any]) -> list[Any]:
-    return _filled([None] * len(jax.tree.leaves(tree)), jax.tree.leaves(mask), new)
-
-
-def _trained(wanted: Operands) -> list[bool]:
-    """Which stacks are differentiated: by the gradient's input, which often is what is held."""
-    return [any(jax.tree.leaves(shard if grad_input is None else grad_input)) for shard, grad_input, _ in wanted.stacks]

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _compat
-from zerojax.gather.ahead import Ahead, LoopAhead, Operands
+from zerojax.gather.ahead import Ahead, LoopAhead
 from zerojax.gather.deferred import is_held, plain
 from zerojax.gather.equation import Equation, disassemble
 from zerojax.gather.primitives import PRIMITIVES, Kind
 from zerojax.gather.stored import Scope, Stored
+from zerojax.gather.traced_layer import Operands
 from zerojax.gather.uses import LeafUse, Loop, cast_target
 
 Join = Callable[[Iterator[Any], Sequence[Any]], list[Any]]

@@ -125,16 +125,14 @@ class Scope:
 
     def held(self, stored: Sequence[Stored], marks: Sequence[Mark]) -> list[Any]:
         """What is held of parameters, not before the marks; the same for all uses, so that they share one gather."""
-        if self.order is not None:
-            new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
-            self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
-            self._alive.extend(stored)
-        held = [self._held.get(id(s.shard), s.shard) for s in stored]
         if self.order is None:
-            return held
+            return [s.shard for s in stored]
+        new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
+        self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
+        self._alive.extend(stored)
+        held = [self._held[id(s.shard)] for s in stored]
         # Tokens are differentiated: what has no gradient must not seem to have one by having waited for them.
-        frozen = [s.grad_accumulator is None for s in stored]
-        return [lax.stop_gradient(x) if f else x for x, f in zip(held, frozen, strict=True)]
+        return [x if s.grad_accumulator else lax.stop_gradient(x) for x, s in zip(held, stored, strict=True)]
 
     def secondary(self, stored: Stored, stack: int = 0) -> Stored:
         """The parameter held as its node-local secondary partition, made once in this scope.
