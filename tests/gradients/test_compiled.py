@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import models
 import optax
 import pytest
+from compiled_once import compile_once
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,30 +36,6 @@ PROMPTLY: dict[str, Any] = (
     if jax.__version_info__ >= (0, 11)
     else {"xla_gpu_enable_pipelined_reduce_scatter": False}
 )
-
-
-def shapes(layers: int, width: int) -> dict[str, Any]:
-    extents = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-    stack = {name: (layers, *extent) for name, extent in extents.items()}
-    tree = {"embed": (TOKENS, width), "layers": {**stack, "scale": (layers, width)}}
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def loss_fn(params, batch, *, remat=False, constrain=lambda x: x):
-    def cast(x):
-        return x.astype(jnp.bfloat16)
-
-    def layer(h, p):
-        y = h * cast(p["scale"])
-        q, k, v = jnp.split(y @ cast(p["qkv"]), 3, -1)
-        weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k).astype(jnp.float32))
-        h = h + jnp.einsum("bts,bsd->btd", cast(weights), v) @ cast(p["out"])
-        return constrain(h + jax.nn.gelu(h @ cast(p["up"])) @ cast(p["down"])), None
-
-    x = constrain(cast(params["embed"])[batch["x"]])
-    x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, params["layers"])
-    logits = (x @ cast(params["embed"]).T).astype(jnp.float32)
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], -1))
 
 
 class Compiled(NamedTuple):
@@ -93,13 +71,14 @@ def compiled(*which, **more) -> Compiled:
 def compiled_once(one: Program) -> Compiled:
     nodes, local, stage, remat, by, layers, width, delayed, window = one
     mesh = absent_mesh("h100", nodes, local)
-    layout = zerojax.partition(shapes(layers, width), mesh, zerojax.ZeroConfig(stage=stage, prefetch_bytes=window))
+    config = zerojax.ZeroConfig(stage=stage, prefetch_bytes=window)
+    layout = zerojax.partition(models.transformer_shapes(layers, width, TOKENS), mesh, config)
     tx = zerojax.zero(optax.adamw(1e-3), layout)
     over_batch = NamedSharding(mesh, P(("node", "local")))
-    options: dict[str, Any] = {"remat": remat}
+    options: dict[str, Any] = {"compute": jnp.bfloat16, "remat": remat}
     if by == "annotated":
         options["constrain"] = lambda x: jax.lax.with_sharding_constraint(x, over_batch)
-    loss = functools.partial(loss_fn, **options)
+    loss = functools.partial(models.transformer_loss, **options)
     grad_fn = zerojax.value_and_grad(loss, layout) if by == "zerojax" else jax.value_and_grad(loss)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -111,7 +90,8 @@ def compiled_once(one: Program) -> Compiled:
     params = layout.param_shapes()
     state = tx.init(params)
     batch = {k: jax.ShapeDtypeStruct((2 * mesh.size, LENGTH), jnp.int32, sharding=over_batch) for k in "xy"}
-    program = read_program(step.lower(params, state, batch).compile({} if delayed else PROMPTLY), mesh)
+    lowered = step.lower(params, state, batch)
+    program = read_program(compile_once(lowered, mesh, "h100", {} if delayed else PROMPTLY), mesh)
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
     return Compiled(program, layout, held)
 
@@ -261,9 +241,10 @@ def test_tensor_parallel_weights_are_not_gathered_over_their_axis():
         "layers": {"qkv": P(None, None, "model"), "out": P(None, "model"), "up": P(None, None, "model"),
                    "down": P(None, "model"), "scale": P()},
     }  # fmt: skip
-    layout = zerojax.partition(shapes(LAYERS, WIDTH), mesh, zerojax.ZeroConfig(), specs=specs)
+    shapes = models.transformer_shapes(LAYERS, WIDTH, TOKENS)
+    layout = zerojax.partition(shapes, mesh, zerojax.ZeroConfig(), specs=specs)
     tx = zerojax.zero(optax.adamw(1e-3), layout)
-    grad_fn = zerojax.value_and_grad(loss_fn, layout)
+    grad_fn = zerojax.value_and_grad(functools.partial(models.transformer_loss, compute=jnp.bfloat16), layout)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
@@ -274,7 +255,7 @@ def test_tensor_parallel_weights_are_not_gathered_over_their_axis():
     params = layout.param_shapes()
     over_batch = NamedSharding(mesh, P(("node", "local")))
     batch = {k: jax.ShapeDtypeStruct((16, LENGTH), jnp.int32, sharding=over_batch) for k in "xy"}
-    program = read_program(step.lower(params, tx.init(params), batch).compile(), mesh)
+    program = read_program(compile_once(step.lower(params, tx.init(params), batch), mesh, "h100"), mesh)
     rows = 2 * LENGTH
     for one in program.collectives:
         if "model" in one.axes:
