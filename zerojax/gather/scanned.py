@@ -114,7 +114,7 @@ def scan_with_ahead(
 
 def _ahead(x: Stored, uses: Sequence[LeafUse], scope: Scope) -> Ahead | None:
     """How a stack travels ahead, or None where its uses would gather it in more than one way."""
-    if not x.placement.is_sharded or not uses or any(use.layers > 1 or use.in_branch for use in uses):
+    if not x.placement.is_sharded or not uses or any(use.by_layer or use.in_branch for use in uses):
         return None
     target, placement = cast_target(uses, x.aval.dtype), x.placement.without_leading_dim()
     if len({use.dtype for use in uses}) > 1:

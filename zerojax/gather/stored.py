@@ -22,20 +22,8 @@ from jax import lax
 from zerojax.collectives.plain import Collectives
 from zerojax.gather.accumulator import GradAccumulator
 from zerojax.gather.order import Mark, Order, Token, hand_on, together
+from zerojax.gather.views import Op
 from zerojax.layout.placement import Placement
-
-Op = Callable[[jax.Array], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast:
-    """A cast in a view: unlike an operation on shapes, it applies to one layer of a stack as it does to the stack."""
-
-    dtype: np.dtype
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Casts a full array, of the stack or of one layer."""
-        return lax.convert_element_type(x, self.dtype)
 
 
 class Scope:

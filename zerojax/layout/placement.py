@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +249,18 @@ def pad(x: jax.Array, placement: Placement) -> jax.Array:
         return x
     widths = [(0, 0)] * x.ndim
     widths[placement.dim or 0] = (0, placement.padding)
-    return jnp.pad(x, widths)
+    return zero_padded(x, widths)
+
+
+def zero_padded(x: Any, widths: Sequence[tuple[int, int]]) -> Any:
+    """A NumPy or JAX array with rows of zero bits around it: also for dtypes that have no zero (float8_e8m0fnu)."""
+    on_host = not isinstance(x, jax.Array)
+    if x.dtype != jnp.float8_e8m0fnu:
+        return (np if on_host else jnp).pad(x, widths)
+    if on_host:
+        return np.pad(np.ascontiguousarray(x).view(np.uint8), widths).view(x.dtype)
+    bits = jnp.pad(jax.lax.bitcast_convert_type(x, jnp.uint8), widths)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 def unpad(x: jax.Array, placement: Placement) -> jax.Array:
