@@ -38,7 +38,7 @@ class LeafUse:
         repeats: how often all of it is gathered: the length of a loop around that loop.
         alternatives: number of branches of which one is taken, where not all of them use it, or of entries along a dim
             other than the first of which one is taken.
-        in_branch: whether it stands in a branch of a condition that is not recomputed as a whole.
+        in_branch: whether it stands in a branch of a condition that is not recomputed.
     """
 
     dtype: np.dtype
@@ -97,14 +97,6 @@ def uses_inside(eqn: Any, followed: Sequence[bool], replicated: Sequence[bool]) 
     kind = PRIMITIVES.get(eqn.primitive.name, Kind.GATHER)
     _end(_of_equation(eqn, kind, values, list(replicated), _Place()), _Place())
     return [_merged([use for leaf in value for use in leaf.uses]) for value in values]
-
-
-def holds_loop(jaxpr: Any) -> bool:
-    """Whether there is a loop in a jaxpr, at any depth."""
-    return any(
-        PRIMITIVES.get(eqn.primitive.name) in (Kind.SCAN, Kind.WHILE) or any(map(holds_loop, _compat.sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def cast_target(uses: Sequence[LeafUse], dtype: np.dtype) -> np.dtype:
@@ -383,8 +375,8 @@ def _of_loop(loop: Loop, values: list[_Value], replicated: list[bool], place: _P
 
 def _use(leaf: _Leaf, place: _Place, *, in_backward: bool) -> None:
     repeats = max(place.iterations // (leaf.layers * leaf.alternatives), 1)
-    again = in_backward or leaf.nonlinear or place.recomputed
-    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, again, repeats, leaf.alternatives, place.in_branch))
+    again, parts = in_backward or leaf.nonlinear or place.recomputed, leaf.alternatives
+    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, again, repeats, parts, place.in_branch))
 
 
 def _end(values: Sequence[_Value], place: _Place) -> None:
@@ -395,9 +387,8 @@ def _end(values: Sequence[_Value], place: _Place) -> None:
 
 def _merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
     """Uses of the same dtype, layers and repeats as one: within a step they share a gather."""
-    found: dict[tuple[Any, int, int, int], tuple[bool, bool]] = {}
+    found: dict[Any, list[bool]] = {}
     for use in uses:
-        key = use.dtype, use.layers, use.repeats, use.alternatives
-        again, in_branch = found.get(key, (False, False))
-        found[key] = again or use.in_backward, in_branch or use.in_branch
+        any_of = found.setdefault((use.dtype, use.layers, use.repeats, use.alternatives), [False, False])
+        any_of[:] = any_of[0] or use.in_backward, any_of[1] or use.in_branch
     return tuple(LeafUse(*key[:2], again, *key[2:], in_branch) for key, (again, in_branch) in found.items())
