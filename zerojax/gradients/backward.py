@@ -34,6 +34,7 @@ from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import cast_target, leaf_uses, stacks_vectors
 from zerojax.gradients.replicas import held_by_replica, least_quantized, travels_by_deltas, up_to_date
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import prefetch_window
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -251,13 +252,14 @@ def layout_scope(
         min_loop_size=layout.config.min_shard_size,
         forward_only=forward_only,
         order=order,
+        window=prefetch_window(layout.mesh, layout.config),
     )
 
 
 def _order(layout: Layout, tokens: Sequence[Token]) -> Order | None:
     """The order of gathers from the start of the program, where the configuration asks for one."""
-    window, (seed, first) = layout.config.prefetch_bytes, tokens
-    return None if layout.stage < 3 or window is None else Order(window, seed, [Mark(0, first)])
+    window, (seed, first) = prefetch_window(layout.mesh, layout.config), tokens
+    return None if window is None else Order(window, seed, [Mark(0, first)])
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:
