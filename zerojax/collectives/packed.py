@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -94,7 +93,7 @@ def groups(
 
     >>> from zerojax.collectives.plain import plain_collectives
     >>> from zerojax.layout.placement import place
-    >>> some = [place(name, (8, 8), jnp.dtype("float32"), axes=("data",), num_shards=8, min_shard_size=0)
+    >>> some = [place(name, (8, 8), np.dtype("float32"), axes=("data",), num_shards=8, min_shard_size=0)
     ...         for name in "abc"]
     >>> groups(some, plain_collectives(), 512)
     [[0, 1], [2]]

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _compat
-from zerojax.collectives.plain import unreduced
 from zerojax.collectives.packed import reduce_together
+from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.evaluate import evaluate_plain
 from zerojax.gather.order import Mark, Order, Token, zero_token
