@@ -148,9 +148,6 @@ def test_changes_of_weights_enter_a_node_in_4_or_2_bits(model, nodes, deltas, li
     assert one.entering("all-gather", phase="backward") == 0
     # What gathers a replica anew stands in a branch.
     assert {x.in_conditional for x in one.program.select("all-gather", axes="node") if x.is_seldom} == {True}
-    if model == "18b":  # layer by layer, the next one's while one is computed
-        in_loop = one.program.node_bytes("all-gather", axes="node", in_loop=True, asynchronous=True)
-        assert in_loop > 0.9 * one.program.node_bytes("all-gather")
 
 
 @AOT

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _compat
+from zerojax.collectives.packed import reduce_together
 from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.changes import is_scanned_directly
@@ -41,6 +42,7 @@ from zerojax.gradients.replicas import (
     up_to_date,
 )
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import prefetch_window
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -138,7 +140,7 @@ def staged_backward(
     by_replica = [i for i, (p, of_leaf) in enumerate(pairs) if travels_by_deltas(p, of_leaf, layout)]
     by_layer = {
         i for i in by_replica
-        if not repeated and can_change_by_layer(layout.leaves[i], uses[i])
+        if not repeated and can_change_by_layer(layout.leaves[i], uses[i], layout)
         and is_scanned_directly(jaxpr, i, cast_target(uses[i], layout.leaves[i].dtype))
     }  # fmt: skip
     for i, replica in up_to_date(leaves, {i: replicas[i] for i in by_replica}, layout, by_layer).items():
@@ -194,15 +196,7 @@ def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callab
     collectives = layout_collectives(layout)
 
     def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
-        pairs = []
-        for g, lost, p in zip(grads, feedback, placements, strict=True):
-            if g is None or p is None:
-                pairs.append((g, lost))
-            elif lost is None:
-                pairs.append((collectives.reduce(g, p), None))
-            else:
-                pairs.append(collectives.reduce_with_feedback(g, lost, p))
-        return [g for g, _ in pairs], [lost for _, lost in pairs]
+        return reduce_together(grads, feedback, placements, collectives, layout.config.pack_bytes)
 
     return reduce_all
 
@@ -276,13 +270,14 @@ def layout_scope(
         min_loop_size=layout.config.min_shard_size,
         forward_only=forward_only,
         order=order,
+        window=prefetch_window(layout.mesh, layout.config),
     )
 
 
 def _order(layout: Layout, tokens: Sequence[Token]) -> Order | None:
     """The order of gathers from the start of the program, where the configuration asks for one."""
-    window, (seed, first) = layout.config.prefetch_bytes, tokens
-    return None if layout.stage < 3 or window is None else Order(window, seed, [Mark(0, first)])
+    window, (seed, first) = prefetch_window(layout.mesh, layout.config), tokens
+    return None if window is None else Order(window, seed, [Mark(0, first)])
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:

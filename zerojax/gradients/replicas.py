@@ -20,6 +20,7 @@ from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import LeafUse, cast_target, stacks_vectors
 from zerojax.gradients.wire import has_replica
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import prefetch_window
 from zerojax.layout.placement import Placement
 
 
@@ -107,8 +108,12 @@ def changing_by_layer(
     return dataclasses.replace(stored, changing=Changing(x, replica, placement, dtype, updated))
 
 
-def can_change_by_layer(placement: Placement, uses: Sequence[LeafUse]) -> bool:
-    """Whether a leaf is a stack of enough layers that is taken apart once, so that its changes can travel meanwhile."""
-    if not placement.trainable or not placement.dim or len(uses) != 1:
+def can_change_by_layer(placement: Placement, uses: Sequence[LeafUse], layout: Layout) -> bool:
+    """Whether a leaf is a stack of enough layers that is taken apart once, so that its changes can travel meanwhile.
+
+    Not in a loop whose gathers inside the node travel ahead: there all changes travel before it.
+    """
+    ahead = prefetch_window(layout.mesh, layout.config) is not None
+    if ahead or not placement.trainable or not placement.dim or len(uses) != 1:
         return False
     return uses[0].repeats == 1 and FEWEST_LAYERS <= uses[0].layers == placement.shape[0]
