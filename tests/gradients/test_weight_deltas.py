@@ -194,7 +194,9 @@ def test_changes_of_many_layers_travel_in_the_loop_over_them(form):
         held = in_compute(wire, params)
         loss, grads = plain_fn(plain.shard(held), BATCH)
         np.testing.assert_allclose(result[0], loss, rtol=FLOAT32)
-        assert models.largest_error(layout.unshard(result[1]), plain.unshard(grads)) < FLOAT32
+        # Activations that are computed again may be rounded to bfloat16 in other places.
+        tolerance = FLOAT32 if form == "in reverse" else 2 * CAST
+        assert models.largest_error(layout.unshard(result[1]), plain.unshard(grads)) < tolerance
         params = jax.tree.map(lambda x, g: x - 1e-3 * jnp.sign(g), params, plain.unshard(grads))
 
 
