@@ -33,10 +33,11 @@ class QuantFormat:
     """How one element is stored and travels: bits, elements per scale, dtype of the scale, levels, rotation.
 
     Attributes:
-        bits: 8 (one int8 an element) or 4 (two in one uint8, split by the halves of a block).
+        bits: 8 (one int8 an element), 4 (two in one uint8, split by the halves of a block) or 2 (four in one, split by
+            the quarters).
         block_size: elements that share a scale, a power of two from 16 to 2048.
         scale_dtype: "bfloat16", or "float8_e4m3fn" under one bfloat16 scale per tile of 1024 elements.
-        levels: "integer" (-7..7 or -127..127) or, with 4 bits, "e2m1" (0, .5, 1, 1.5, 2, 3, 4, 6 and negatives).
+        levels: "integer" (-127..127, -7..7 or -1..1) or, with 4 bits, "e2m1" (0, .5, 1, 1.5, 2, 3, 4, 6 and negatives).
         rotate: width of a Hadamard rotation inside each block before quantising (32 or 64), or None.
 
     Raises:
@@ -58,7 +59,7 @@ class QuantFormat:
         size, scale = self.block_size, _dtype_name(self.scale_dtype)
         is_size = isinstance(size, (int, np.integer)) and MIN_BLOCK <= size <= MAX_BLOCK and not size & (size - 1)
         faults = {
-            "bits must be 8 or 4": self.bits not in (8, 4) or isinstance(self.bits, bool),
+            "bits must be 8 or 4, or 2": self.bits not in (8, 4, 2) or isinstance(self.bits, bool),
             f"block_size must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}": not is_size,
             "scale_dtype must be 'bfloat16' or 'float8_e4m3fn'": scale not in SCALE_DTYPES,
             f"float8_e4m3fn scales need a block_size of at most {TILE}": (
@@ -77,7 +78,7 @@ class QuantFormat:
 
     @property
     def element(self) -> str:
-        """The dtype of a level: "int8", "int4" or "e2m1"."""
+        """The dtype of a level: "int8", "int4", "int2" or "e2m1"."""
         return self.levels if self.levels == "e2m1" else f"int{self.bits}"
 
     def __str__(self) -> str:
@@ -91,8 +92,16 @@ class QuantFormat:
 
     @property
     def qmax(self) -> int:
-        """The largest level: 127, 7, or 6 for e2m1."""
-        return 6 if self.levels == "e2m1" else 127 if self.bits == 8 else 7
+        """The largest level: 127, 7, 1, or 6 for e2m1."""
+        return 6 if self.levels == "e2m1" else 2 ** (self.bits - 1) - 1
+
+    @property
+    def reach(self) -> float:
+        """The largest element of a block, in scales: the largest level, but 1.5 where that is 1.
+
+        With levels -1, 0, 1 no element is then off by more than a third of the largest, rather than by half of it.
+        """
+        return 1.5 if self.bits == 2 else self.qmax
 
     @property
     def tiled(self) -> bool:
@@ -141,7 +150,8 @@ class QuantizedArray:
 
     Attributes:
         qvalue: ``[*lead, blocks, block_size]`` int8, or ``[*lead, blocks, block_size // 2]`` uint8 for 4 bits, where
-            byte j of a block holds element j in the low nibble and element ``j + block_size / 2`` in the high one.
+            byte j of a block holds element j in the low nibble and element ``j + block_size / 2`` in the high one;
+            ``block_size // 4`` for 2 bits, with element ``j + k * block_size / 4`` in bits 2k and 2k + 1.
         scale: ``[*lead, blocks]`` bfloat16 or float8_e4m3fn; NaN for a block that held NaN or Inf.
         tile_scale: ``[*lead, tiles]`` bfloat16 with float8 block scales, else None.
         format: `QuantFormat`, static.

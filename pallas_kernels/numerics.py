@@ -81,7 +81,7 @@ def rounded_down(y: jax.Array, random: jax.Array, upper: bool) -> tuple[jax.Arra
 
 def code_place(fmt: QuantFormat, stochastic: bool) -> int:
     """The lowest bit of a code from `encode`."""
-    if fmt.bits == 8 or not stochastic:
+    if fmt.bits != 4 or not stochastic:
         return 0
     return e2m1.PLACE if fmt.levels == "e2m1" else 16
 
@@ -127,7 +127,7 @@ def encode(
     if level_wanted:
         level = lax.round(level, lax.RoundingMethod.TO_NEAREST_EVEN)
     # At 4 bits nothing leaves the range: even under the ceiling of `round_scale` |y| stays below 7.1.
-    if fmt.bits == 8:
+    if fmt.bits != 4:
         level = jnp.minimum(jnp.maximum(level, np.float32(-fmt.qmax)), np.float32(fmt.qmax))
     # Adding 1.5 * 2**23 puts the integer into the low mantissa bits: no float-to-integer conversion.
     return bits_of(level + np.float32(12582912.0)), level if level_wanted else None
@@ -174,6 +174,12 @@ def scaled_level(
         known = np.int32(0x4B000000 | sign) if constant is None else constant
         return float_of((code & np.int32(mask)) ^ known) - np.float32(8388608.0 + sign), 0.0625 if mask == 0xF0 else 1.0
     return e2m1.level(code, 4 if high else 0, subnormals), 1.0
+
+
+def level_at(code: jax.Array, width: int, shift: int) -> jax.Array:
+    """The two's complement level in ``width`` bits of an int32 from bit ``shift`` on, times ``2**shift``."""
+    mask, sign = ((1 << width) - 1) << shift, 1 << (width - 1 + shift)
+    return float_of((code & np.int32(mask)) ^ np.int32(0x4B000000 | sign)) - np.float32(8388608.0 + sign)
 
 
 BEFORE_ROTATION = 0.125

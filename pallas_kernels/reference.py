@@ -1,6 +1,6 @@
 """The meaning of every op, in plain jnp on ``[*lead, blocks, block_size]``; also the "xla" backend.
 
-    scale = roundup(absmax / qmax)        q = round(x / scale)        x ~ q * scale
+    scale = roundup(absmax / reach)        q = round(x / scale)        x ~ q * scale
 
 The scale is rounded up to bfloat16, or to float8_e4m3fn under one bfloat16 scale per tile of 1024 elements. A block
 with NaN or Inf gets the scale NaN (and zero levels), so it dequantises to NaN. Scales have a floor of 2**-100: blocks
@@ -57,14 +57,14 @@ def block_scales(magnitude: jax.Array, fmt: QuantFormat) -> tuple[jax.Array, jax
     Returns:
         ``(effective, scale, tile_scale)``: the finite float32 scale to divide by, and the two stored arrays.
     """
-    needed = scale_rounding.needed_scale(magnitude, fmt.qmax)
+    needed = scale_rounding.needed_scale(magnitude, fmt.reach)
     finite = numerics.is_finite_bits(magnitude)
     if not fmt.tiled:
-        effective = scale_rounding.round_scale(needed, fmt.qmax)
+        effective = scale_rounding.round_scale(needed, fmt.reach)
         return effective, jnp.where(finite, effective, np.float32(np.nan)).astype(jnp.bfloat16), None
     per_tile = TILE // fmt.block_size
     grouped = needed.reshape(*needed.shape[:-1], needed.shape[-1] // per_tile, per_tile)
-    tile = scale_rounding.round_tile_scale(grouped.max(axis=-1, initial=0.0), fmt.qmax)
+    tile = scale_rounding.round_tile_scale(grouped.max(axis=-1, initial=0.0), fmt.reach)
     spread = jnp.repeat(tile, per_tile, axis=-1)
     inverse = jnp.repeat(scale_rounding.tile_inverse(numerics.reciprocal(tile)), per_tile, axis=-1)
     code = scale_rounding.e4m3_code(needed, inverse, magnitude)
@@ -84,18 +84,23 @@ def effective_scale(scale: jax.Array, tile_scale: jax.Array | None, fmt: QuantFo
 
 def pack(code: jax.Array, fmt: QuantFormat, place: int = 0) -> jax.Array:
     """Codes (int32, from bit ``place`` on) as stored bytes: int8, or uint8 with element j low and element
-    j + block_size / 2 high."""
+    j + block_size / 2 high; for 2 bits the four quarters, lowest first."""
     if fmt.bits == 8:
         return code.astype(jnp.int8)
+    if fmt.bits == 2:
+        quarters = jnp.split(code & np.int32(3), 4, axis=-1)
+        return sum(part << np.int32(2 * k) for k, part in enumerate(quarters)).astype(jnp.uint8)  # type: ignore[union-attr]
     half = fmt.block_size // 2
     return numerics.packed(code[..., :half], code[..., half:], place).astype(jnp.uint8)
 
 
 def unpack(qvalue: jax.Array, fmt: QuantFormat) -> list[jax.Array]:
-    """Stored bytes as levels in float32: the whole blocks, or their two halves ``[..., block_size / 2]`` for 4 bits."""
+    """Stored bytes as levels in float32: the whole blocks, their halves for 4 bits, or their quarters for 2."""
     if fmt.bits == 8:
         return [qvalue.astype(jnp.float32)]
     code = qvalue.astype(jnp.int32)
+    if fmt.bits == 2:
+        return [numerics.level_at(code, 2, 2 * k) * np.float32(4.0**-k) for k in range(4)]
     (low, _), (high, factor) = (numerics.scaled_level(code, fmt, high=high) for high in (False, True))
     return [low, high * np.float32(factor)]
 

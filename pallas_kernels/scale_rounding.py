@@ -29,25 +29,25 @@ def _mantissa_up(x: jax.Array, drop: int) -> jax.Array:
     return float_of((bits_of(x) + mask) & ~mask)
 
 
-def needed_scale(magnitude: jax.Array, qmax: int) -> jax.Array:
-    """absmax / qmax in float32, 0 for a non-finite block.
+def needed_scale(magnitude: jax.Array, reach: float) -> jax.Array:
+    """absmax / reach in float32, 0 for a non-finite block.
 
-    The constant is slightly below 1 / qmax, so that a block that already lies on a grid of ``scale`` and reaches
-    ``qmax`` asks for exactly that scale again, never for the next larger one.
+    The constant is slightly below 1 / reach, so that a block that already lies on a grid of ``scale`` and reaches
+    as far asks for exactly that scale again, never for the next larger one.
     """
     finite = is_finite_bits(magnitude)
-    return jnp.where(finite, float_of(magnitude), 0.0) * np.float32(_DEFLATE / qmax)
+    return jnp.where(finite, float_of(magnitude), 0.0) * np.float32(_DEFLATE / reach)
 
 
-def round_scale(needed: jax.Array, qmax: int) -> jax.Array:
-    """The bfloat16 scale as float32: rounded up, at least `MIN_SCALE`, and small enough that qmax * scale is finite."""
-    ceiling = np.float32(_largest_scale(qmax))
+def round_scale(needed: jax.Array, reach: float) -> jax.Array:
+    """The bfloat16 scale as float32: rounded up, at least `MIN_SCALE`; reach * scale is finite."""
+    ceiling = np.float32(_largest_scale(reach))
     return jnp.minimum(jnp.maximum(_mantissa_up(needed, 16), np.float32(MIN_SCALE)), ceiling)
 
 
-def round_tile_scale(needed: jax.Array, qmax: int) -> jax.Array:
+def round_tile_scale(needed: jax.Array, reach: float) -> jax.Array:
     """The bfloat16 scale of a tile, from the largest `needed_scale` in it: rounded up so that block codes fit e4m3."""
-    ceiling = np.float32(_largest_scale(qmax * E4M3_MAX))
+    ceiling = np.float32(_largest_scale(reach * E4M3_MAX))
     up = _mantissa_up(needed * np.float32(_DEFLATE / E4M3_MAX), 16)
     return jnp.minimum(jnp.maximum(up, np.float32(MIN_SCALE / E4M3_MIN)), ceiling)
 
@@ -94,7 +94,7 @@ def inverse_scale(
     hairs that `needed_scale` and `tile_inverse` take off and for the rounding of products; but under the ceiling of
     `round_scale`, where blocks reach float32's largest numbers, by up to 2**-7.
     """
-    if not stochastic or fmt.bits == 8:
+    if not stochastic or fmt.bits != 4:
         return one_over_scale
     over = float_of(magnitude) > effective * np.float32(fmt.qmax * (1 + 1.5 * 2.0**-21))
     return jnp.where(over, one_over_scale * np.float32(1 - 2.0**-7), one_over_scale)

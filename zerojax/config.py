@@ -38,6 +38,8 @@ Stage = Literal[0, 1, 2, 3]
 # fast network; between nodes 4 bits in blocks of 32 with float8 scales, so that no coordinate with small gradients
 # shares a scale with many large ones (examples/gradient_error.py has the measurement that chose it).
 WEIGHT_FORMATS = {"int8": QuantFormat(8, 256), "int4": QuantFormat(4, 64, rotate=32)}
+# Changes of weights: their errors come back in the next step, so small blocks with small scales are all that counts.
+DELTA_FORMATS = {bits: QuantFormat(int(bits[3:]), 32, "float8_e4m3fn") for bits in ("int4", "int2")}
 GRADIENT_FORMATS = {"int8": QuantFormat(8, 128), "int4": QuantFormat(4, 32, "float8_e4m3fn")}
 
 
@@ -61,6 +63,11 @@ class ZeroConfig:
         quantize_weights: "int8", "int4" or a `QuantFormat`: the format of the weight gathers of stage 3 (qwZ).
         secondary: keep a copy of the gathered-over-nodes weights, split inside the node, from the forward to the
             backward pass, so that the backward gather stays inside the node (hpZ). Stage 3, two axes.
+        weight_deltas: "int4", "int2" or a `QuantFormat`: every node keeps a replica of the weights, split inside the
+            node (1/local of them on each device, in two bytes an element), and only their quantised change travels
+            between nodes, once a step. Carried from step to step (`WireState`); weights in compute are the replica's
+            values: the parameters', rounded to two bytes, but for what the last change still lacks. Gathers inside the
+            node stay as they are, or are quantised where `quantize_weights` is given too. Stage 3, two axes.
         quantize_gradients: a format for the gradient reduction (qgZ), or a pair (inside the node, between nodes).
         rounding: "nearest" or "stochastic", of gradients.
         error_feedback: carry what the quantisation between nodes lost into the next step.
@@ -90,6 +97,7 @@ class ZeroConfig:
     grad_dtype: str | None = None
     quantize_weights: str | QuantFormat | None = None
     secondary: bool = False
+    weight_deltas: str | QuantFormat | None = None
     quantize_gradients: str | QuantFormat | tuple[str | QuantFormat, str | QuantFormat] | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     error_feedback: bool = False
@@ -133,6 +141,9 @@ class ZeroConfig:
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"ZeroConfig(rounding={self.rounding!r}): rounding must be 'nearest' or 'stochastic'")
         object.__setattr__(self, "quantize_weights", _format("quantize_weights", self.quantize_weights, WEIGHT_FORMATS))
+        object.__setattr__(self, "weight_deltas", _format("weight_deltas", self.weight_deltas, DELTA_FORMATS))
+        if isinstance(self.weight_deltas, QuantFormat) and self.weight_deltas.rotate is not None:
+            raise ValueError(f"ZeroConfig(weight_deltas={self.weight_deltas!r}): changes need no rotation; rotate=None")
         gradients = self.quantize_gradients
         if isinstance(gradients, (list, tuple)):
             if len(gradients) != 2:
@@ -146,16 +157,25 @@ class ZeroConfig:
         object.__setattr__(self, "quantize_gradients", pair)
         if self.kernels not in ("auto", "always", "never"):
             raise ValueError(f"ZeroConfig(kernels={self.kernels!r}): kernels must be 'auto', 'always' or 'never'")
+        for field, formats in (("quantize_weights", [self.quantize_weights]), ("quantize_gradients", pair or ())):
+            if any(isinstance(f, QuantFormat) and f.bits == 2 for f in formats):
+                raise ValueError(
+                    f"ZeroConfig({field}={getattr(self, field)!r}): 2 bits are for weight_deltas, whose errors come "
+                    "back; use 4 or 8 bits"
+                )
         no_effect = {
             "quantize_weights": self.quantize_weights and self.stage < 3 and "weights are gathered only at stage 3",
             "secondary": self.secondary and (
                 (self.stage < 3 and "weights are gathered only at stage 3")
                 or (len(self.axes) < 2 and "a secondary partition needs two axes, ('node', 'local')")),
+            "weight_deltas": self.weight_deltas and (
+                (self.stage < 3 and "weights are gathered only at stage 3")
+                or (len(self.axes) < 2 and "it needs two axes, ('node', 'local')")),
             "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces full gradients; use stage 1 to 3",
             "prefetch_bytes": self.prefetch_bytes is not None and self.stage < 3
                 and "weights are gathered only at stage 3",
             "rounding": self.rounding != "nearest" and not pair and "it applies to quantize_gradients, which is None",
-            "kernels": self.kernels != "auto" and not pair and not self.quantize_weights
+            "kernels": self.kernels != "auto" and not pair and not self.quantize_weights and not self.weight_deltas
                 and "they quantise, and neither quantize_weights nor quantize_gradients is given",
             "error_feedback": self.error_feedback and (
                 (not pair and "it applies to quantize_gradients, which is None")

@@ -26,6 +26,8 @@ from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.layout import WARPS, chunk_rows, flat_index, layout, reduced, split_threads, spread
 from pallas_kernels.mosaic.rotate import Stage, rotate_parts, stages
 
+NO_2_BITS = "there is no kernel for 2 bits; use 'xla'"
+
 
 def num_parts(fmt: QuantFormat, stochastic: bool) -> int:
     """Parts a block is held in: its halves where they share a byte or a random number, else the whole."""
@@ -203,14 +205,14 @@ def scales(
     magnitude = numerics.abs_bits(largest * np.float32(1 / unit))
     finite = numerics.is_finite_bits(magnitude)
     mask = jnp.where(finite, np.int32(-1), np.int32(0))
-    needed = scale_rounding.needed_scale(magnitude, fmt.qmax)
+    needed = scale_rounding.needed_scale(magnitude, fmt.reach)
     if not fmt.tiled:
-        effective = scale_rounding.round_scale(needed, fmt.qmax)
+        effective = scale_rounding.round_scale(needed, fmt.reach)
         return magnitude, effective, mask, jnp.where(finite, effective, np.float32(np.nan)), None
     largest_needed = needed
     for axis in range(rank - 2, 0, -1):
         largest_needed = jnp.max(largest_needed, axis=axis)
-    tile = scale_rounding.round_tile_scale(largest_needed, fmt.qmax)
+    tile = scale_rounding.round_tile_scale(largest_needed, fmt.reach)
     wide = spread(tile, chunk.dims[:-1], chunk.row_layout)
     inverse = registers.reciprocal(tile, reduced(chunk.part_layout, range(1, rank)), interpret)
     inverse = spread(scale_rounding.tile_inverse(inverse), chunk.dims[:-1], chunk.row_layout)

@@ -22,6 +22,7 @@ from pallas_kernels import _compat, numerics
 from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.backend import Plan, Programs
 from pallas_kernels.mosaic.blocks import (
+    NO_2_BITS,
     STORED,
     Chunk,
     blocks_of_tile,
@@ -89,6 +90,8 @@ def plan(
     with_residual: bool,
 ) -> Plan:
     """The kernel for one call of `quantize` or `quantize_slices`, or the reasons why there is none."""
+    if fmt.bits == 2:
+        return Plan((NO_2_BITS,))
     problems = []
     num_slices = math.prod(lead)
     before = 1 if dim is None else math.prod(shape[:dim])

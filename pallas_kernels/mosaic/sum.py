@@ -21,6 +21,7 @@ from pallas_kernels import _compat, numerics
 from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.backend import Plan
 from pallas_kernels.mosaic.blocks import (
+    NO_2_BITS,
     STORED,
     blocks_of_tile,
     cut,
@@ -48,6 +49,8 @@ def plan_sum(
 
     A sum of one contribution is `dequantize`, which clamps to the finite numbers of ``dtype``.
     """
+    if source.bits == 2:
+        return Plan((NO_2_BITS,))
     problems = []
     size = math.prod(shape)
     if source.padded_size(size) != size:
@@ -73,6 +76,8 @@ def plan_sum_quantize(
     with_residual: bool,
 ) -> Plan:
     """The kernel for one call of `dequantize_sum_quantize`, or the reasons why there is none."""
+    if 2 in (source.bits, fmt.bits):
+        return Plan((NO_2_BITS,))
     problems = []
     size = math.prod(shape)
     if source.padded_size(size) != fmt.padded_size(size):

@@ -86,7 +86,7 @@ def take_step(axis, stage, **options):
     tx = zerojax.zero(optax.sgd(1.0), layout)
     limit = float(oracle()[2]) / 2
     step = zerojax.make_train_step(functools.partial(loss_fn, axis=axis), tx, layout, clip_norm=limit)
-    before = zerojax.TrainState.create(layout.shard(params), tx)
+    before = zerojax.TrainState.create(layout.shard(params), tx, layout)
     for name in SPECS[axis]:  # each device has its own part of the leaf along the axis too
         parts = 2 * (layout.num_shards if stage == 3 else 1)
         assert models.largest_shard(before.params[name]) == before.params[name].nbytes // parts
@@ -121,6 +121,17 @@ def test_quantised_collectives_keep_scale_and_norm_within_their_bounds(axis):
     factor = float(metrics["clipped_norm"] / metrics["grad_norm"])
     moved = jax.tree.map(lambda a, b: (a - b) / factor, params, after)
     assert models.largest_error(moved, grads) < bound
+
+
+@pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")
+def test_weight_deltas_are_those_of_each_part_of_the_leaf():
+    params, after, metrics = take_step("model", 3, min_quantize_size=0, weight_deltas="int4")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if x.ndim > 1 else x, params)
+    loss, grads = jax.jit(jax.value_and_grad(loss_fn))(rounded, batch())
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32)
+    factor = float(metrics["clipped_norm"] / metrics["grad_norm"])
+    want = jax.tree.map(lambda p, g: p - g * factor, params, grads)
+    assert models.largest_error(after, want) < FLOAT32
 
 
 @pytest.mark.aot

@@ -1,11 +1,17 @@
 """A job of real processes: what they must agree on, what each passes, what is saved, and how it is told to stop."""
 
+import collections
+import json
 import os
 
+import jax
+import models
 import processes
 import pytest
 
-from zerojax.hosts.agreement import compare
+from zerojax import _compat
+from zerojax.hosts.agreement import _short, agree, compare
+from zerojax.layout.facts import layout_facts
 
 JOB = """
 import re
@@ -70,6 +76,12 @@ ragged = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpe
                                                 np.ones((4 + 4 * RANK, 9), np.float32))
 wrong = make(3)[2]
 refused("the first step: .*shapes of the batch", lambda: wrong(state, {"x": ragged, "y": ragged[:, :5]}))
+ragged = {"x": ragged, "y": ragged[:, :5]}
+of_batch = jax.jit(lambda p, b: jax.grad(lambda b: grad(p, b)[0])(b))
+for name, fn in (("value_and_grad", grad), ("value_and_grad", jax.jit(grad)), ("value_and_grad", of_batch),
+                 ("apply", jax.jit(first))):
+    sides = r"\\(8, 9\\) float32 \\(process 0\\), \\(16, 9\\) float32 \\(process 1\\)"
+    refused(name + r": processes do not agree on batch\\['x'\\]: " + sides, lambda: fn(params, ragged))
 # Another optimizer on one process.
 strange = make(3, 1e-2 * (1 + RANK))[2]
 refused(r"the first step: .*a hyperparameter", lambda: strange(state, layout.batch(host)))
@@ -120,7 +132,8 @@ with zerojax.CheckpointManager(folder + "/run", layout, tx, every=1000, keep=1) 
 def test_two_processes_agree_on_everything_train_on_their_own_rows_save_and_stop_when_told(tmp_path):
     job = processes.start(JOB, 2, 2, str(tmp_path))
     processes.wait_until(lambda: all((tmp_path / f"{rank}.going").exists() for rank in range(2)), job)
-    processes.terminate(job[1])
+    for process in (job[1], *job, *job):  # and again: a scheduler tells all, perhaps more than once
+        processes.terminate(process)
     ends = processes.finish(job, 60)
     assert [status for status, _ in ends] == [75, 75], ends[0][1][-3000:] + ends[1][1][-3000:]
     said = {line for _, out in ends for line in out.splitlines() if line.startswith("stopped at")}
@@ -135,6 +148,46 @@ def test_what_differs_is_named_with_the_processes_on_each_side():
     assert "(4, 2) (process 7)" in text
     assert "True (process 3), nothing (process 7)" in text
     assert compare("x", {0: {"a": "1"}, 1: {"a": "1"}}) == ""
+
+
+class Service:
+    """The coordination service of a large job, where all others have said the same; counts what this process does."""
+
+    def __init__(self, text):
+        self._text, self.calls, self.bytes = text, collections.Counter(), 0
+
+    def blocking_key_value_get(self, key, _):
+        self.calls["get"] += 1
+        self.bytes += len(self._text)
+        return self._text
+
+    def key_value_set(self, key, text):
+        self.calls["set"] += 1
+        self.bytes += len(text)
+
+    def key_value_delete(self, key):
+        self.calls["delete"] += 1
+
+
+def test_an_agreement_of_4096_processes_costs_process_0_a_text_of_each_and_the_others_two_messages(monkeypatch):
+    layout = models.make_layout(models.dense_init(jax.random.key(0)), "2x4", 3)
+    facts = layout_facts(layout) | {"shapes of the batch": "x" * 5000}
+    monkeypatch.setattr(jax, "process_count", lambda: 4096)
+
+    def costs(rank, text):
+        service = Service(text)
+        monkeypatch.setattr(jax, "process_index", lambda: rank)
+        monkeypatch.setattr(_compat, "coordination_client", lambda: service)
+        for _ in range(4):
+            agree("a step", facts, lambda: "decided")
+        return {name: number / 4 for name, number in service.calls.items()}, service.bytes / 4
+
+    calls, size = costs(0, json.dumps({name: _short(str(value)) for name, value in facts.items()}))
+    assert calls == {"get": 4095, "set": 1, "delete": 0.5}
+    assert size < 4096 * 1200
+    calls, size = costs(4095, "fine:decided")
+    assert calls == {"get": 1, "set": 1}
+    assert size < 1200
 
 
 @pytest.mark.parametrize("count", [4096])

@@ -19,6 +19,7 @@ import optax
 from zerojax.checkpoints import paths
 from zerojax.checkpoints.beside import from_json, to_json
 from zerojax.checkpoints.saving import begin_saving, read
+from zerojax.checkpoints.step_folder import StepFolder
 from zerojax.checkpoints.writing import make_handler, orbax, snapshot
 from zerojax.hosts.agreement import agree, exchange
 from zerojax.hosts.preemption import REQUEUE_STATUS, StopPoint
@@ -27,6 +28,10 @@ from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice
 
 Tree = Any
+# Characters of what all processes keep beside a step: each of them reads it all when it restores.
+_LARGEST_DATA = 64 << 20
+# Orbax gives each process 20 minutes to write; the others wait a little longer.
+_WRITING_SECONDS = 1260
 
 
 class Restored(NamedTuple):
@@ -106,15 +111,14 @@ class CheckpointManager:
         self.directory = paths.checkpoint_path(directory)
         self.stopping = False
         self._layout, self._tx, self._run = layout, tx, to_json(run or {}, "run")
-        self._keep, self._every, self._best, self._checksums = keep, every, best, checksums
+        self._every, self._best, self._checksums = every, best, checksums
         self._stop = StopPoint()
         self._ocp, tensorstore = orbax()
         self._padded: dict[str, tuple[int, ...]] = {}
         self._checkpointer = self._ocp.AsyncCheckpointer(make_handler(self._ocp, tensorstore, self._padded))
         self._pending: tuple[Any, str] | None = None  # what is being written, and whether it replaces something
-        self._damaged: set[int] = set()
+        self._steps = StepFolder(self.directory, keep, best)
         self._saved: set[int] = set()
-        self._is_clean = False
 
     def save(
         self,
@@ -153,15 +157,24 @@ class CheckpointManager:
             raise ValueError(f"CheckpointManager(best={self._best!r}): save(metrics=) lacks it at step {number}")
         self.wait()
         taken = snapshot(state, self._layout, self._tx, with_checksums=self._checksums)
-        mine = exchange("save: data", json.dumps(to_json(data)))
+        said: list[str] = []  # on process 0, which alone writes it
+
+        def keep(texts: list[str]) -> str:
+            said.extend(texts if len(set(texts)) > 1 else texts[:1])
+            if (size := sum(map(len, said))) > _LARGEST_DATA:
+                raise ValueError(f"save(data=) of all processes together is {size} characters long: keep small records")
+            return ""
+
+        exchange("save: data", json.dumps(to_json(data)), keep)
         more = {
-            "data": [json.loads(text) for text in (mine if len(set(mine)) > 1 else mine[:1])],
+            "data": [json.loads(text) for text in said],
             "metrics": {key: float(value) for key, value in (metrics or {}).items()},
             "run": self._run,
         }
         target = self.directory / str(number)
-        self._clean(number)
-        situation = begin_saving(target, taken.about, self._layout, overwrite=True)
+        situation = begin_saving(
+            target, taken.about, self._layout, overwrite=True, prepare=lambda: self._steps.make_room(number)
+        )
         self._padded.clear()
         self._padded.update(taken.padded)
         self._pending = (target, situation)
@@ -183,17 +196,25 @@ class CheckpointManager:
         if self._pending is None:
             return
         (target, situation), self._pending = self._pending, None
+        problem: Exception | None = None
         try:
             self._checkpointer.wait_until_finished()
-        except BaseException:
+        except Exception as error:
+            problem = error
+        mine = f"process {jax.process_index()}: {type(problem).__name__}: {str(problem)[:500]}" if problem else ""
+        # One process that cannot write is a failure of all: they go on together or not at all.
+        if said := exchange("save: what was written", mine, lambda x: next(filter(None, x), ""), _WRITING_SECONDS):
             self._saved.discard(int(target.name))
             if jax.process_index() == 0:
                 paths.remove_unfinished(target.parent, target.name)
-            raise
+            raise problem or OSError(f"save: {target} was not written by {said}")
         if situation == "ours":
             agree("save: replacing the old checkpoint", {}, lambda: paths.take_place(target) or "")
         if jax.process_index() == 0:
-            self._delete_old()
+            try:
+                self._steps.delete_old()
+            except OSError as error:
+                warnings.warn(f"an old step was not deleted: {error}", ZeroNotice, stacklevel=2)
 
     def restore(self, step: int | None = None, *, like: Tree | None = None) -> Restored | None:
         """The latest step that is complete, or None if there is none: the run starts from its beginning.
@@ -218,7 +239,7 @@ class CheckpointManager:
                 return self._read(number, like)
             except paths.DamagedCheckpoint as error:
                 problem = error
-                self._damaged.add(number)
+                self._steps.damaged.add(number)
                 warnings.warn(f"{error}. Trying the step before", ZeroNotice, stacklevel=2)
         if problem is not None:
             raise problem
@@ -232,7 +253,8 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """The steps that are there and not known to be damaged, as process 0 sees them; waits for what is written."""
         self.wait()
-        return json.loads(agree("list the steps", {"directory": self.directory}, lambda: json.dumps(self._complete())))
+        facts = {"directory": self.directory}
+        return json.loads(agree("list the steps", facts, lambda: json.dumps(self._steps.complete())))
 
     def close(self) -> None:
         """Waits for what is being written, and ends the threads that write."""
@@ -244,14 +266,19 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None or jax.process_count() == 1:
+            self.close()
+        else:  # perhaps this process alone fails: what is being written ends, but the others are not waited for
+            self._pending = None
+            self._checkpointer.close()
 
     def _read(self, number: int, like: Tree | None) -> Restored:
         target = paths.actual(self.directory / str(number))
         if not target.exists():
             raise FileNotFoundError(f"restore: no checkpoint at {target}")
         state = read(target, self._layout, self._tx, like)
+        self._steps.restored = number
         about = paths.read_about(target)
         kept = about.get("data", [None])
         if len(kept) not in (1, jax.process_count()):
@@ -265,39 +292,3 @@ class CheckpointManager:
         else:
             mine = kept[0] if len(kept) == 1 else kept[jax.process_index()]
         return Restored(number, state, from_json(mine), about.get("metrics", {}), from_json(about.get("run", {})))
-
-    def _complete(self) -> list[int]:
-        found = paths.steps_in(self.directory)
-        there = [s for s in found if paths.is_checkpoint(paths.actual(self.directory / str(s)))]
-        return [s for s in there if s not in self._damaged]
-
-    def _clean(self, number: int) -> None:
-        """Before the first save, removes what killed saves left; moves a damaged step out of the way (process 0)."""
-        if jax.process_index() == 0:
-            if not self._is_clean:
-                paths.remove_unfinished(self.directory)
-            if number in self._damaged and (target := self.directory / str(number)).exists():
-                paths.remove(aside := self.directory / f"{number}.damaged")
-                target.rename(aside)
-        self._is_clean = True
-        self._damaged.discard(number)
-
-    def _delete_old(self) -> None:
-        if self._keep is None:
-            return
-        steps = self._complete()
-        kept = set(steps[-self._keep :])
-        if self._best is not None:
-            name, sign = self._best.removeprefix("-"), -1 if self._best.startswith("-") else 1
-            measured = {s: self._metric(s, name) for s in steps}
-            scored = {s: sign * value for s, value in measured.items() if value is not None and value == value}
-            kept |= {min(scored, key=lambda s: (scored[s], s))} if scored else set()
-        for step in steps:
-            if step not in kept:
-                paths.remove(self.directory / str(step))
-
-    def _metric(self, step: int, name: str) -> float | None:
-        try:
-            return paths.read_about(paths.actual(self.directory / str(step))).get("metrics", {}).get(name)
-        except ValueError:
-            return None

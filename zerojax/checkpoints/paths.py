@@ -8,6 +8,7 @@ killed between the two renamings leaves the new one under that name, where `find
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import operator
 import os
@@ -37,7 +38,8 @@ def checkpoint_path(path: str | os.PathLike[str], step: Any = None) -> Any:
     """The folder of a checkpoint, as an absolute path.
 
     Args:
-        path: local path (`~` is the home folder), "file://..." or the address of an object store ("gs://...").
+        path: local path (`~` is the home folder, a link is followed), "file://..." or the address of an object store
+            ("gs://...").
         step: an integer from 0, of Python, NumPy or JAX, or None.
 
     Raises:
@@ -54,7 +56,13 @@ def checkpoint_path(path: str | os.PathLike[str], step: Any = None) -> Any:
         text, found = f"/{rest}", ""
     if found and scheme not in ("gs", "s3"):
         raise ValueError(f"{text}: checkpoints go to a local path, file://, gs:// or s3://")
-    folder = epath.Path(text) if found else epath.Path(os.path.abspath(os.path.expanduser(text)))
+    if not found:
+        text = os.path.abspath(os.path.expanduser(text))
+        for _ in range(40):  # through a link, not in its place
+            if not os.path.islink(text):
+                break
+            text = os.path.normpath(os.path.join(os.path.dirname(text), os.readlink(text)))
+    folder = epath.Path(text)
     return folder if step is None else folder / str(check_step(step))
 
 
@@ -229,13 +237,29 @@ def remove(folder: Any) -> None:
     """Deletes a folder if it is there, though threads of a save that failed may still write into it."""
     for attempt in range(5):
         try:
-            if folder.exists():
+            if os.path.islink(folder):
+                os.unlink(folder)
+            elif folder.exists():
                 folder.rmtree(missing_ok=True)
             return
         except OSError:
             if attempt == 4:
                 raise
             time.sleep(0.1)
+
+
+def discard(folder: Any) -> None:
+    """Deletes a step under another name: killed in between, no half of it is left that looks like a step."""
+    if "://" not in str(folder):  # an object store would copy it first
+        remove(aside := folder.parent / f"{folder.name}.orbax-checkpoint-tmp.deleted")
+        folder = folder.rename(aside)
+    remove(folder)
+
+
+def move_aside(folder: Any) -> None:
+    """Gives a step a name under which nothing takes it for one."""
+    names = (f"{folder.name}.aside{number or ''}" for number in itertools.count())
+    actual(folder).rename(next(aside for name in names if not (aside := folder.parent / name).exists()))
 
 
 def _listed(steps: list[int]) -> str:

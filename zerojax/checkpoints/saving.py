@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,14 +94,25 @@ def save(
         agree("save: replacing the old checkpoint", {}, lambda: paths.take_place(target) or "")
 
 
-def begin_saving(target: Any, about: dict[str, Any], layout: Layout, *, overwrite: bool) -> str:
+def begin_saving(
+    target: Any,
+    about: dict[str, Any],
+    layout: Layout,
+    *,
+    overwrite: bool,
+    prepare: Callable[[], None] | None = None,
+) -> str:
     """Whether the place is free or holds a checkpoint to replace; the processes agree on what is to be written where.
+
+    `prepare` is run by process 0 before that; what it raises is raised on all.
 
     Raises:
         ValueError: they do not, or do not share the folder; or something is there that must not be replaced.
     """
 
     def decide() -> str:
+        if prepare is not None:
+            prepare()
         situation = paths.check_place(target, overwrite)
         paths.prepare_place(target, situation)
         return situation
@@ -197,7 +209,7 @@ def read(target: Any, layout: Layout, tx: optax.GradientTransformation | None, l
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         problem = f"{target} is damaged: {type(error).__name__}: {str(error)[:300]}. {paths.remedy(target)}"
-    if problem := next(filter(None, exchange("restore: what was read", problem)), ""):
+    if problem := exchange("restore: what was read", problem, lambda said: next(filter(None, said), "")):
         raise paths.DamagedCheckpoint(problem)
     _check_values(target, leaves, values, about)
     values = [_from_raw(x, leaf.value) for x, leaf in zip(values, leaves, strict=True)]
@@ -265,8 +277,8 @@ def _train_state_like(about: dict[str, Any], layout: Layout, tx: optax.GradientT
     found += [shape for name, shape in saved.items() if name.startswith(OF_THE_WIRE[1:])]
     if found and wanted != found:
         warnings.warn(
-            "what the wire remembers in the checkpoint (error feedback) is of another layout: it is left out, and "
-            "starts anew where the configuration has it",
+            "what the wire remembers in the checkpoint (error feedback, replicas of weights) is of another layout: it "
+            "is left out, and starts anew where the configuration has it",
             ZeroNotice,
             stacklevel=4,
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +26,8 @@ from zerojax.training.state import TrainState
 
 Tree = Any
 Shapes = dict[str, tuple[int, ...]]
+# This job among those that write checkpoints: when it started, and a random number. Process 0's is written.
+JOB = [time.time_ns(), secrets.randbits(53)]
 
 
 class Snapshot(NamedTuple):
@@ -40,9 +44,7 @@ class Snapshot(NamedTuple):
     padded: Shapes
 
 
-def snapshot(
-    state: Tree, layout: Layout, tx: optax.GradientTransformation | None, *, with_checksums: bool
-) -> Snapshot:
+def snapshot(state: Tree, layout: Layout, tx: optax.GradientTransformation | None, *, with_checksums: bool) -> Snapshot:
     """A state as a checkpoint holds it.
 
     Raises:
@@ -57,6 +59,7 @@ def snapshot(
         )
     about: dict[str, Any] = {
         "format": paths.FORMAT,
+        "job": JOB,
         "kind": type(state).__name__,
         "mesh": dict(layout.mesh.shape),
         "stage": layout.stage,

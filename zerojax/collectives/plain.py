@@ -68,7 +68,7 @@ def plain_collectives(
         return _gather_over(placement.axes, shard, placement)
 
     def make_secondary(shard: jax.Array, placement: Placement, stack: int) -> jax.Array:
-        held = within_other_axes(lambda x: _gather(x, placement, placement.axes[:-1]), placement, other_axes)
+        held = within_other_axes(lambda x: gather_over(x, placement, placement.axes[:-1]), placement, other_axes)
         return held(shard)
 
     def gather_secondary(held: jax.Array, placement: Placement) -> jax.Array:
@@ -77,7 +77,7 @@ def plain_collectives(
     def _gather_over(axes: tuple[str, ...], shard: jax.Array, placement: Placement) -> jax.Array:
         if not placement.is_sharded:
             return shard
-        full = within_other_axes(lambda x: _gather(x, placement, axes), placement, other_axes)(shard)
+        full = within_other_axes(lambda x: gather_over(x, placement, axes), placement, other_axes)(shard)
         return unpad(full, placement)
 
     def wire_dtype(dtype: np.dtype) -> np.dtype:
@@ -152,7 +152,7 @@ def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[st
     def move(x: jax.Array) -> jax.Array:
         assert placement.dim is not None
         for axis in placement.axes:
-            x = lax.all_gather(x, axis, axis=placement.dim, tiled=True)
+            x = lax.allgather_over(x, axis, axis=placement.dim, tiled=True)
         return x
 
     return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
@@ -163,7 +163,7 @@ def reduce_linearly(full: jax.Array, placement: Placement, other_axes: tuple[str
     return within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(full, placement))
 
 
-def _gather(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+def gather_over(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """All-gather along the placement's dim, outermost axis first; local to local (padded)."""
     assert placement.dim is not None
     bits = _as_bits(shard)

@@ -57,7 +57,7 @@ def quantized_weights(
             return plain.gather(shard, placement)
 
         def move(x: jax.Array) -> jax.Array:
-            return _dequantized(_quantized_over(x, placement.axes, fmt, stack=0), placement)
+            return dequantized(quantized_over(x, placement.axes, fmt, stack=0), placement)
 
         return unpad(within_other_axes(move, placement, other_axes)(shard), placement)
 
@@ -66,16 +66,23 @@ def quantized_weights(
         if not _layer(placement, stack).is_quantized:
             return plain.secondary(shard, placement, stack)
         move = within_other_axes(
-            lambda x: _quantized_over(x, placement.axes[:-1], fmt, stack),
+            lambda x: quantized_over(x, placement.axes[:-1], fmt, stack),
             placement, other_axes, out_spec=_held_spec(placement, stack),
         )  # fmt: skip
         return move(shard)
 
     def gather_secondary(held: Any, placement: Placement) -> jax.Array:
         if not isinstance(held, QuantizedArray):
-            return plain.gather_secondary(held, placement)
+            if not placement.is_quantized:
+                return plain.gather_secondary(held, placement)
+            # A replica, kept as values: quantised inside the node alone.
+            inner = within_other_axes(
+                lambda x: dequantized(quantized_over(x, placement.axes[-1:], fmt, stack=0), placement),
+                placement, other_axes,
+            )  # fmt: skip
+            return unpad(inner(held), placement)
         move = within_other_axes(
-            lambda q: _dequantized(_gathered(q, placement.axes[-1:], 0), placement),
+            lambda q: dequantized(_gathered(q, placement.axes[-1:], 0), placement),
             placement, other_axes, in_spec=_held_spec(placement, 0),
         )  # fmt: skip
         return unpad(move(held), placement)
@@ -86,9 +93,9 @@ def quantized_weights(
         return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
 
     return plain._replace(
-        gather=_under(kernels, gather),
-        secondary=None if plain.secondary is None else _under(kernels, secondary),
-        gather_secondary=_under(kernels, gather_secondary),
+        gather=under_policy(kernels, gather),
+        secondary=None if plain.secondary is None else under_policy(kernels, secondary),
+        gather_secondary=under_policy(kernels, gather_secondary),
         gather_bytes=gather_bytes,
     )
 
@@ -154,13 +161,13 @@ def quantized_gradients(
         return received
 
     return plain._replace(
-        reduce=_under(kernels, reduce),
-        reduce_with_feedback=_under(kernels, reduce_with_feedback),
+        reduce=under_policy(kernels, reduce),
+        reduce_with_feedback=under_policy(kernels, reduce_with_feedback),
         reduce_bytes=reduce_bytes,
     )
 
 
-def _under(kernels: Policy, move: Callable[..., Any]) -> Callable[..., Any]:
+def under_policy(kernels: Policy, move: Callable[..., Any]) -> Callable[..., Any]:
     """The movement, traced under a policy of kernels."""
 
     @functools.wraps(move)
@@ -171,7 +178,7 @@ def _under(kernels: Policy, move: Callable[..., Any]) -> Callable[..., Any]:
     return moved
 
 
-def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, stack: int) -> QuantizedArray:
+def quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, stack: int) -> QuantizedArray:
     """The shard quantised and gathered over some axes: lead dims (*stack, *axes), the last axis gathered last."""
     lead, one = shard.shape[:stack], shard.shape[stack:]
     flat = shard.reshape(math.prod(lead), *one) if stack else shard[None]
@@ -183,7 +190,7 @@ def _quantized_over(shard: jax.Array, axes: tuple[str, ...], fmt: QuantFormat, s
     return _gathered(QuantizedArray(qvalue, scale, tile_scale, q.format, tuple(one), q.dtype), axes, stack)
 
 
-def _dequantized(q: QuantizedArray, placement: Placement) -> jax.Array:
+def dequantized(q: QuantizedArray, placement: Placement) -> jax.Array:
     """The full padded leaf from its quantised shards."""
     assert placement.dim is not None
     return dequantize(q, merge_dim=placement.dim)

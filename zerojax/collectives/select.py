@@ -73,5 +73,9 @@ def _with_derivatives(moves: Collectives, others: tuple[str, ...]) -> Collective
 
 
 def has_secondary(layout: Layout) -> bool:
-    """Whether a secondary partition differs from both the shard and the full leaf on this mesh."""
-    return layout.config.secondary and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)
+    """Whether a secondary partition differs from both the shard and the full leaf on this mesh.
+
+    Weight deltas keep one of each leaf from step to step, and those of other leaves for as long as ever.
+    """
+    asked = layout.config.secondary or layout.config.weight_deltas is not None
+    return asked and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)

@@ -7,14 +7,13 @@ was kept waits for the cotangents, the shards only for the tokens that come back
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.gather.order import Order, Token, together
+from zerojax.gather.order import Order, Progress, Token, together
 from zerojax.gather.stored import Scope, instantiated
 
 
@@ -35,21 +34,22 @@ def ordered_checkpoint(
     """
     order = scope.order
     assert order is not None
-    marks, position = order.handed_on(), order.position
-    ended: list[Order] = []  # how the region ended, noted while it is traced
+    marks = order.handed_on()
     leaves, structure = jax.tree.flatten((list(flat), [order.seed], [mark.token for mark in marks]))
+    # What follows outlives the trace: it holds no array of it, as the order and the scope do.
+    nested, window, begun = scope.nested, order.window, order.progress
+    ended: list[Progress] = []  # how the region ended, noted while it is traced
     # Noted while it is traced: the inputs that are differentiated, the residuals that are values, and those that are
     # tokens.
     noted: list[tuple[list[bool], list[int], list[int]]] = []
 
     def region(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token]]:
         arrays, (seed,), tokens = structure.unflatten(leaves)
-        entered = [dataclasses.replace(mark, token=token) for mark, token in zip(marks, tokens, strict=True)]
-        inner = scope.nested()
-        inner.order = Order(order.window, seed, entered, position)
+        inner = nested()
+        inner.order = Order(window, seed, begun.marks_of(tokens), begun.position)
         out = body(arrays, inner)
         left = [mark.token for mark in inner.order.handed_on()]
-        ended[:] = [inner.order]
+        ended[:] = [inner.order.progress]
         return out, left, inner.order.done
 
     def forward(primals: list[Any]) -> tuple[Any, Any]:

@@ -120,12 +120,15 @@ def apply_held(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], args: Sequ
     for arg in args:
         collect(arg)
 
-    def value(x: Any, arrays: Sequence[Any]) -> Any:
-        if isinstance(x, Deferred):
-            return x.computed([value(leaf, arrays) for leaf in x.leaves])
-        return arrays[numbers[id(x)]]
+    def numbered(x: Any) -> Any:
+        return x.map_leaves(numbered) if isinstance(x, Deferred) else numbers[id(x)]
 
-    return apply_with_gather(lambda arrays: apply([value(arg, arrays) for arg in args]), leaves)
+    def value(x: Any, arrays: Sequence[Any]) -> Any:
+        return x.computed([value(leaf, arrays) for leaf in x.leaves]) if isinstance(x, Deferred) else arrays[x]
+
+    # The operation outlives the trace: it knows the leaves by their numbers, and holds none of them.
+    parts = [numbered(arg) for arg in args]
+    return apply_with_gather(lambda arrays: apply([value(part, arrays) for part in parts]), leaves)
 
 
 def defer(eqn: Any, inputs: Sequence[Any], broadcasts: dict[int, Any]) -> Deferred | None:

@@ -52,15 +52,15 @@ def custom_rule(e: Equation) -> list[Any]:
 
 def _rule_of_jvp(e: Equation) -> tuple[Forward, Backward]:
     """A `custom_jvp` transposed: its inputs wait for the backward pass, which runs it again."""
-    inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.eqn.invars]
+    inexact, bound = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in e.eqn.invars], e.bound()
 
     def forward(inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[int | None]]:
-        return e.bound()(inputs), [], list(range(len(inputs)))
+        return bound(inputs), [], list(range(len(inputs)))
 
     def backward(inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         def of_inexact(values: list[Any]) -> list[Any]:
             new = iter(values)
-            return e.bound()([next(new) if moves else x for x, moves in zip(inputs, inexact, strict=True)])
+            return bound([next(new) if moves else x for x, moves in zip(inputs, inexact, strict=True)])
 
         _, vjp = jax.vjp(of_inexact, [x for x, moves in zip(inputs, inexact, strict=True) if moves])
         new = iter(vjp(list(cotangents))[0])
@@ -73,14 +73,19 @@ def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
     """The equation with `forward` and `backward`, traced on full shapes, evaluated in stored form."""
     flat, rebuild = disassemble([x.without_gradient() if isinstance(x, Stored) else x for x in e.inputs])
     accumulators = [x.gradient_holder() if isinstance(x, Stored) else None for x in e.inputs]
+    # The rules below outlive the trace: they hold none of the inputs, as `e` and its scope do.
+    nested, barrier, evaluate, evaluate_plain = e.scope.nested, e.scope.barrier, e.evaluate, e.evaluate_plain
+    called, same_inputs = _compat.called_jaxpr(e.eqn), list(e.replicated)
+    is_param = [isinstance(x, tuple) for x in flat]
+    holders = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in accumulators]
     rebuild_residuals: list[Rebuild] = []
 
     def primal(flat: list[Any], accumulators: list[Any]) -> list[jax.Array]:
-        inner = e.scope.nested()
-        return e.evaluate_plain(_compat.called_jaxpr(e.eqn), rebuild(flat, inner), inner, e.replicated)
+        inner = nested()
+        return evaluate_plain(called, rebuild(flat, inner), inner, same_inputs)
 
     def fwd(flat: list[Any], accumulators: list[Any]) -> tuple[list[jax.Array], Any]:
-        inner, forwarded = e.scope.nested(), []
+        inner, forwarded = nested(), []
         inputs = rebuild(flat, inner)
 
         def traced(*values: Any) -> tuple[list[Any], list[Any]]:
@@ -88,7 +93,7 @@ def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
             return residuals, outputs
 
         jaxpr = jax.make_jaxpr(traced)(*map(_shape, inputs))
-        results = e.evaluate(jaxpr, inputs, inner, e.replicated)
+        results = evaluate(jaxpr, inputs, inner, same_inputs)
         own = iter(results)
         residuals = [_unless_deferred(next(own)) if number is None else inputs[number] for number in forwarded]
         kept, again = disassemble(residuals)
@@ -97,11 +102,11 @@ def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
 
     def bwd(kept: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
         real = [c.dtype != jax.dtypes.float0 for c in cotangents]
-        if e.scope.barrier:  # else the compiler merges these gathers with those of the forward pass
+        if barrier:  # else the compiler merges these gathers with those of the forward pass
             kept, waited = lax.optimization_barrier((kept, [c for c, r in zip(cotangents, real, strict=True) if r]))
             new = iter(waited)
             cotangents = [next(new) if r else c for c, r in zip(cotangents, real, strict=True)]
-        inner, given = e.scope.nested(), []
+        inner, given = nested(), []
         residuals = rebuild_residuals[0](kept, inner)
 
         def traced(residuals: list[Any], inexact: list[Any]) -> list[Any]:
@@ -114,15 +119,13 @@ def _run(e: Equation, forward: Forward, backward: Backward) -> list[Any]:
         inexact = [c for c, r in zip(cotangents, real, strict=True) if r]
         jaxpr = jax.make_jaxpr(traced)(list(map(_shape, residuals)), list(map(_shape, inexact)))
         same = [isinstance(x, Stored) for x in residuals] + [False] * len(inexact)
-        grads = iter(e.evaluate(jaxpr, [*residuals, *inexact], inner, same))
+        grads = iter(evaluate(jaxpr, [*residuals, *inexact], inner, same))
         grads = [next(grads) if is_given else None for is_given in given]
         grads = [plain(g) for g in grads]
-        of_flat = [
-            jax.tree.map(lambda _: None, x) if isinstance(x, tuple) else g for g, x in zip(grads, flat, strict=True)
-        ]
+        of_flat = [None if p else g for g, p in zip(grads, is_param, strict=True)]
         of_accumulators = [
-            None if a is None else jnp.zeros_like(a) if g is None else g
-            for g, a in zip(grads, accumulators, strict=True)
+            None if a is None else jnp.zeros(a.shape, a.dtype) if g is None else g
+            for g, a in zip(grads, holders, strict=True)
         ]
         return of_flat, of_accumulators
 

@@ -13,7 +13,7 @@ import jax
 
 from zerojax import _compat
 from zerojax.gather.deferred import Deferred, is_held, plain
-from zerojax.gather.stored import Scope, Stored
+from zerojax.gather.stored import Movement, Scope, Stored
 
 # Parameters gathered together that are more than this part of all are no longer one layer of many.
 _MOST_OF_A_MODEL = 0.5
@@ -50,11 +50,11 @@ class Equation:
         """For each input, whether it stands for parameters in stored form."""
         return [is_held(x) for x in self.inputs]
 
-    def evaluate_plain(
-        self, jaxpr: Any, inputs: Sequence[Any], scope: Scope, replicated: Sequence[bool]
-    ) -> list[jax.Array]:
-        """`evaluate` with every output gathered to an ordinary array."""
-        return [plain(x) for x in self.evaluate(jaxpr, inputs, scope, replicated)]
+    @property
+    def evaluate_plain(self) -> Callable[[Any, Sequence[Any], Scope, Sequence[bool]], list[jax.Array]]:
+        """`evaluate` with every output gathered to an ordinary array; a function that does not hold this equation."""
+        evaluate = self.evaluate
+        return lambda *args: [plain(x) for x in evaluate(*args)]
 
     def bound(self) -> Callable[[Sequence[Any]], list[jax.Array]]:
         """The equation as a function of ordinary arrays."""
@@ -97,10 +97,29 @@ def disassemble(values: Sequence[Any], *, layer: bool = False) -> tuple[list[Any
         (an array or pytree of arrays per value, a function that rebuilds the values from them in another scope).
     """
 
+    forms = [_form(value) for value in values]  # rules close over `rebuild`: it holds on to no array
+
     def rebuild(arrays: Sequence[Any], scope: Scope) -> list[Any]:
-        return [_rebuilt(value, x, scope, layer) for value, x in zip(values, arrays, strict=True)]
+        return [_rebuilt(form, x, scope, layer) for form, x in zip(forms, arrays, strict=True)]
 
     return [_arrays(value) for value in values], rebuild
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """A stored parameter without its arrays; `one_array`: the grad_input is what is held."""
+
+    movement: Movement
+    one_array: bool
+    secondary_stack: int | None
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return value.map_leaves(_form)
+    if isinstance(value, Stored):
+        return _Form(value.movement, value.grad_input is value.shard, value.secondary_stack)
+    return None
 
 
 def _arrays(value: Any) -> Any:
@@ -111,16 +130,19 @@ def _arrays(value: Any) -> Any:
     return value
 
 
-def _rebuilt(value: Any, arrays: Any, scope: Scope, layer: bool) -> Any:
-    if isinstance(value, Deferred):
+def _rebuilt(form: Any, arrays: Any, scope: Scope, layer: bool) -> Any:
+    if isinstance(form, Deferred):
         parts = iter(arrays)
-        return value.map_leaves(lambda leaf: _rebuilt(leaf, next(parts), scope, layer))
-    if not isinstance(value, Stored):
+        return form.map_leaves(lambda leaf: _rebuilt(leaf, next(parts), scope, layer))
+    if not isinstance(form, _Form):
         return arrays
     shard, grad_input, feedback = arrays
-    if value.grad_input is value.shard:
+    if form.one_array:
         grad_input = shard
-    placement, stack = value.placement, value.secondary_stack
+    placement, stack = form.movement.placement, form.secondary_stack
     if layer:
         placement, stack = placement.without_leading_dim(), None if stack is None else stack - 1
-    return scope.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack).with_view_of(value)
+    param = scope.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack)
+    for op in form.movement.view:
+        param = param.viewed(op)
+    return param

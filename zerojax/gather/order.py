@@ -52,6 +52,19 @@ class Mark:
     waited: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a region has come, without its tokens: of each mark, its position and whether a gather has waited."""
+
+    marks: tuple[tuple[int, bool], ...]
+    position: int
+    marked: int
+
+    def marks_of(self, tokens: Sequence[Token]) -> list[Mark]:
+        """The marks, met by these tokens."""
+        return [Mark(position, token, waited) for (position, waited), token in zip(self.marks, tokens, strict=True)]
+
+
 class Order:
     """How far the program has come in one region, in bytes of weights gathered, and the tokens on the way.
 
@@ -134,11 +147,16 @@ class Order:
         self.marks = [mark for i, mark in enumerate(self.marks) if i in kept]
         return self.marks
 
-    def leave(self, inner: Order, left: Sequence[Token], done: Sequence[Token]) -> None:
+    @property
+    def progress(self) -> Progress:
+        """How far the region has come, as a value that holds no token."""
+        return Progress(tuple((mark.position, mark.waited) for mark in self.marks), self.position, self._marked)
+
+    def leave(self, end: Progress, left: Sequence[Token], done: Sequence[Token]) -> None:
         """Moves on to the end of a region, whose tokens came out as `left` and `done`."""
-        self.marks = [dataclasses.replace(mark, token=token) for mark, token in zip(inner.marks, left, strict=True)]
+        self.marks = end.marks_of(left)
         self.done += done
-        self.position, self._marked = inner.position, inner._marked
+        self.position, self._marked = end.position, end.marked
 
 
 def hand_on(marks: Sequence[Mark], tokens: Sequence[Token]) -> None:

@@ -31,20 +31,20 @@ def call_rule(e: Equation) -> list[Any]:
 
 def checkpoint_rule(e: Equation) -> list[Any]:
     """Rebuilds `jax.checkpoint` with the user's policy around the body in stored form."""
-    jaxpr, params = _compat.called_jaxpr(e.eqn), e.eqn.params
-    flat, rebuild = disassemble(hoist_secondaries(jaxpr, e.inputs, e.replicated, e.scope))
+    jaxpr, params, evaluate, flags = _compat.called_jaxpr(e.eqn), e.eqn.params, e.evaluate_plain, e.replicated
+    flat, rebuild = disassemble(hoist_secondaries(jaxpr, e.inputs, flags, e.scope))
 
-    def body(*arrays: Any) -> list[jax.Array]:
-        inner = e.scope.nested()
-        return e.evaluate_plain(jaxpr, rebuild(arrays, inner), inner, e.replicated)
+    def body(arrays: Sequence[Any], inner: Scope) -> list[jax.Array]:  # outlives the trace, and holds no input
+        return evaluate(jaxpr, rebuild(arrays, inner), inner, flags)
 
     if e.scope.order is not None:
+        return ordered_checkpoint(body, flat, e.scope, policy=params["policy"])
+    nested = e.scope.nested
 
-        def ordered(arrays: Sequence[Any], inner: Scope) -> list[jax.Array]:
-            return e.evaluate_plain(jaxpr, rebuild(arrays, inner), inner, e.replicated)
+    def unordered(*arrays: Any) -> list[jax.Array]:
+        return body(arrays, nested())
 
-        return ordered_checkpoint(ordered, flat, e.scope, policy=params["policy"])
-    return list(jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*flat))
+    return list(jax.checkpoint(unordered, policy=params["policy"], prevent_cse=params["prevent_cse"])(*flat))
 
 
 def hoist_secondaries(jaxpr: Any, inputs: Sequence[Any], replicated: Sequence[bool], scope: Scope) -> list[Any]:
@@ -133,19 +133,21 @@ def while_rule(e: Equation) -> list[Any]:
     axes = next(p.placement.axes for x in held for p in params_of(x))
 
     accumulators = [p.gradient_holder() for x in inputs for p in params_of(x)]
+    # `run` outlives the trace in a custom_vjp, and holds no input.
+    nested, evaluate, evaluate_plain, every_flag = e.scope.nested, e.evaluate, e.evaluate_plain, list(e.replicated)
 
     def run(first: list[Any], flat: list[Any], of_cond: list[Any], accumulators: list[Any]) -> list[Any]:
         def goes_on(carried: list[Any], scope: Scope) -> jax.Array:
             fixed, now = iter(rebuild(flat, scope)[loop.consts :]), iter(carried)
             every = [next(now) if m else next(fixed) for m in moving]
-            of_flags = [*e.replicated[: loop.outside], *flags[loop.consts :]]
-            return e.evaluate_plain(params["cond_jaxpr"], [*of_cond, *every], scope, of_flags)[0]
+            of_flags = [*every_flag[: loop.outside], *flags[loop.consts :]]
+            return evaluate_plain(params["cond_jaxpr"], [*of_cond, *every], scope, of_flags)[0]
 
         def step(carried: list[Any], scope: Scope) -> list[Any]:
             values = rebuild(flat, scope)
             fixed, now = iter(values[loop.consts :]), iter(carried)
             args = [*values[: loop.consts], *(next(now) if m else next(fixed) for m in moving)]
-            out = e.evaluate(params["body_jaxpr"], args, scope, flags)
+            out = evaluate(params["body_jaxpr"], args, scope, flags)
             return [plain(x) for x, m in zip(out, moving, strict=True) if m]
 
         def anywhere(going: jax.Array) -> jax.Array:
@@ -153,12 +155,12 @@ def while_rule(e: Equation) -> list[Any]:
 
         def together(state: tuple[Any, Any, list[Any]]) -> tuple[Any, Any, list[Any]]:
             _, going, carried = state
-            scope = e.scope.nested()
+            scope = nested()
             new = [jnp.where(going, a, b) for a, b in zip(step(carried, scope), carried, strict=True)]
             going = jnp.logical_and(going, goes_on(new, scope))
             return anywhere(going), going, new
 
-        going = goes_on(first, e.scope.nested())
+        going = goes_on(first, nested())
         return lax.while_loop(lambda state: state[0], together, (anywhere(going), going, first))[2]
 
     looped = run if e.scope.forward_only else _forward_only(run)

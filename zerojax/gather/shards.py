@@ -24,14 +24,20 @@ def view_rule(e: Equation) -> list[Any]:
     if isinstance(param, Deferred):
         deferred = defer(e.eqn, e.inputs, {})
         return e.bound()([plain(param)]) if deferred is None else [deferred]
-    if tuple(e.eqn.outvars[0].aval.shape) == (1, *param.aval.shape) and _only_cast(param) and not param.is_secondary:
+    if tuple(e.eqn.outvars[0].aval.shape) == (1, *param.aval.shape) and _only_cast(param) and _can_be_joined(param):
         placement = param.placement  # about to be joined with others to a stack
         if placement.is_sharded:
-            return [_mapped(e, param, lambda x: lax.expand_dims(x, (0,)), _with_leading_dim(placement, 1), None)]
+            stack = None if param.secondary_stack is None else param.secondary_stack + 1
+            return [_mapped(e, param, lambda x: lax.expand_dims(x, (0,)), _with_leading_dim(placement, 1), stack)]
     by_layer = len(param.aval.shape) > 2 and layer_flags(e.eqn, param.aval.shape[0]) == [True]
     if by_layer and _is_stack(param) and (deferred := defer(e.eqn, e.inputs, {})) is not None:
         return [deferred]
-    return [param.viewed(lambda x: _compat.bind_equation(e.eqn, [x])[0])]
+    return [param.viewed(_view_of(e.eqn))]
+
+
+def _view_of(eqn: Any) -> Callable[[jax.Array], jax.Array]:
+    """An equation of one operand as a function: it holds no input."""
+    return lambda x: _compat.bind_equation(eqn, [x])[0]
 
 
 def stop_rule(e: Equation) -> list[Any]:
@@ -130,10 +136,12 @@ def squeeze_rule(e: Equation) -> list[Any]:
 def stack_rule(e: Equation) -> list[Any]:
     """Parameters of one placement joined along dim 0 are a stack in stored form, as if it had been stored so."""
     params, joins = e.inputs, e.eqn.primitive.name == "concatenate"
-    if not all(isinstance(x, Stored) and _only_cast(x) and not x.is_secondary and x.feedback is None for x in params):
+    if not all(isinstance(x, Stored) and _only_cast(x) and _can_be_joined(x) and x.feedback is None for x in params):
         return apply_held(e.bound(), e.inputs)
     first = params[0]
-    alike = {dataclasses.replace(x.placement, path="", reason="", trainable=True) for x in params}
+    alike = {
+        (dataclasses.replace(x.placement, path="", reason="", trainable=True), x.secondary_stack) for x in params
+    }
     if len(alike) > 1 or first.placement.dim is None or (joins and first.placement.dim == 0):
         return apply_held(e.bound(), e.inputs)
     join = jnp.concatenate if joins else jnp.stack
@@ -152,7 +160,14 @@ def stack_rule(e: Equation) -> list[Any]:
     else:
         like = next(x.grad_input for x in params if x.grad_input is not None)
         grad_input = join([jnp.zeros_like(like) if x.grad_input is None else x.grad_input for x in params])
-    return [e.scope.enter(shard, grad_input, placement).with_view_of(first)]
+    stack = first.secondary_stack
+    stack = stack if joins or stack is None else stack + 1
+    return [e.scope.enter(shard, grad_input, placement, secondary_stack=stack).with_view_of(first)]
+
+
+def _can_be_joined(param: Stored) -> bool:
+    """Whether what is held of it is one array with the dims of the leaf."""
+    return not param.is_secondary or isinstance(param.shard, jax.Array)
 
 
 def _with_leading_dim(placement: Placement, extent: int) -> Placement:

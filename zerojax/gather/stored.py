@@ -10,6 +10,7 @@ are reduced once, in the dtype of the compute.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,10 +82,12 @@ class Scope:
         self._held: dict[int, Any] = {}
         self._alive: list[Stored] = []  # keeps the ids that serve as keys from being reused
 
-    def nested(self) -> Scope:
-        """A scope for the body of a loop or of a checkpointed function."""
-        return Scope(
-            self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
+    @property
+    def nested(self) -> Callable[[], Scope]:
+        """Makes scopes for the body of a loop or of a checkpointed function; holds on to no array of this one, so that
+        a rule that outlives the trace may close over it."""
+        return functools.partial(
+            Scope, self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
             forward_only=self.forward_only, total=self.total,
         )  # fmt: skip
 
@@ -144,6 +147,34 @@ class Scope:
         return self._secondaries[id(root)].with_view_of(stored)
 
 
+@dataclasses.dataclass(frozen=True)
+class Movement:
+    """How a stored parameter becomes the array that its use sees; no array is in it, so that rules may close over it.
+
+    Attributes:
+        collectives: of its scope.
+        placement: of the parameter.
+        view: shape-only operations applied after the gather.
+        is_secondary: whether what is held is the secondary partition.
+    """
+
+    collectives: Collectives
+    placement: Placement
+    view: tuple[Op, ...]
+    is_secondary: bool
+
+    def gathered(self, held: Any) -> jax.Array:
+        """The full array under the view, from what is held."""
+        move = self.collectives.gather_secondary if self.is_secondary else self.collectives.gather
+        return self.seen(move(held, self.placement))
+
+    def seen(self, full: jax.Array) -> jax.Array:
+        """A full array under the view."""
+        for op in self.view:
+            full = op(full)
+        return full
+
+
 @dataclasses.dataclass(eq=False)
 class Stored:
     """A parameter inside a scope: what is held, and the view of it that the program has reached.
@@ -155,7 +186,7 @@ class Stored:
             itself.
         placement: placement of the leaf as this scope sees it.
         grad_accumulator: of the parameter before the view; None: no gradient is wanted.
-        view: shape-only operations applied after the gather.
+        view: shape-only operations applied after the gather; they close over no array.
         aval: shape and dtype after the view, as the program sees the parameter.
         feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
         origin: the parameter before the view, or None.
@@ -189,6 +220,10 @@ class Stored:
             self, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root
         )
 
+    def holding(self, secondary: Any, stack: int) -> Stored:
+        """The same parameter held as a secondary partition, of which `stack` leading dims can be scanned over."""
+        return dataclasses.replace(self, shard=secondary, secondary_stack=stack)
+
     def with_view_of(self, other: Stored) -> Stored:
         """This parameter under the view of another."""
         out = self
@@ -196,19 +231,14 @@ class Stored:
             out = out.viewed(op)
         return out
 
-    def gathered(self, shard: Any) -> jax.Array:
-        """The full array under the view, from what is held (or a later version of it)."""
-        move = self.scope.collectives.gather_secondary if self.is_secondary else self.scope.collectives.gather
-        return self._seen(move(shard, self.placement))
+    @property
+    def movement(self) -> Movement:
+        """How what is held becomes the full array under the view."""
+        return Movement(self.scope.collectives, self.placement, self.view, self.is_secondary)
 
     def gradient_holder(self) -> jax.Array | None:
         """Full-shaped zeros under the view: what the gradient of this use is the cotangent of; None: none is wanted."""
-        return None if self.grad_accumulator is None else self._seen(self.grad_accumulator.zeros)
-
-    def _seen(self, full: jax.Array) -> jax.Array:
-        for op in self.view:
-            full = op(full)
-        return full
+        return None if self.grad_accumulator is None else self.movement.seen(self.grad_accumulator.zeros)
 
     def map_shards(self, op: Op) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """An operation on what is held, and the same on the grad_input and on the feedback."""
@@ -244,6 +274,8 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     where = [isinstance(a, Stored) for a in args]
     others = [a for a in args if not isinstance(a, Stored)]
     scope = stored[0].scope
+    # The rules below outlive the trace in its equations: none of them may hold on to its arrays, as `stored` does.
+    movements, barrier = [s.movement for s in stored], scope.barrier
     order, num_bytes = scope.order, sum(s.placement.full_bytes for s in stored if s.placement.is_sharded)
     marks = [] if order is None else order.awaited(num_bytes)
     trains = any(s.grad_accumulator is not None for s in stored)
@@ -255,7 +287,7 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     def gathered(shards: Sequence[Any]) -> list[jax.Array]:
         parts = structure.unflatten(shards)
-        return [s.gathered(shard) for s, shard in zip(stored, parts, strict=True)]
+        return [move.gathered(held) for move, held in zip(movements, parts, strict=True)]
 
     def merged(fulls: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         of_stored, of_rest = iter(fulls), iter(rest)
@@ -296,8 +328,8 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         unused = all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in outputs[0])
         cotangents, mark, waits = ([instantiated(c) for c in part] for part in outputs)
         if unused:  # called for the tokens' sake: there may be no derivative to take
-            return [None] * len(shards), [None] * len(holders), [None] * len(rest), mark, waits
-        if scope.barrier:
+            return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), mark, waits
+        if barrier:
             if mark:
                 shards, mark = together(shards, mark)
             elif waits:

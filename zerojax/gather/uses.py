@@ -114,6 +114,17 @@ def is_layered(uses: Sequence[LeafUse]) -> bool:
     return bool(uses) and all(use.layers > 1 for use in uses)
 
 
+def stacks_vectors(shape: tuple[int, ...], uses: Sequence[LeafUse], least: int) -> bool:
+    """Whether loops take one norm scale, bias or small matrix of a stack at a time, which is not worth quantising.
+
+    Args:
+        shape: of the stack.
+        uses: of the stack.
+        least: fewest elements of a layer that are.
+    """
+    return is_layered(uses) and (len(shape) < 3 or math.prod(shape[1:]) < least)
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """A `scan` or `while` equation, and what of its inputs enters the body in stored form.

@@ -17,7 +17,6 @@ a layer one all-gather per hop. A quantised gradient is one all-to-all per matri
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +30,8 @@ from zerojax.gather.evaluate import evaluate_plain
 from zerojax.gather.order import Mark, Order, Token, zero_token
 from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
-from zerojax.gather.uses import LeafUse, cast_target, is_layered, leaf_uses
+from zerojax.gather.uses import cast_target, leaf_uses, stacks_vectors
+from zerojax.gradients.replicas import held_by_replica, least_quantized, travels_by_deltas, up_to_date
 from zerojax.layout.layout import Layout
 from zerojax.layout.placement import Placement
 
@@ -49,10 +49,12 @@ class Backward(NamedTuple):
             loss must read for the backward pass to keep its order, or None).
         finish: (partial gradients, possibly summed over several runs, feedback) -> this device's reduced gradients and
             the new feedback.
+        replicas: what every node holds of each leaf after this step, or None.
     """
 
     run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Pulled]]]
     finish: Callable[[list[Any], list[Any]], Reduced]
+    replicas: Sequence[Any]
 
 
 def whole_backward(
@@ -89,7 +91,8 @@ def whole_backward(
 
         return out, pullback
 
-    return Backward(run, (lambda grads, feedback: (grads, feedback)) if each else reduce_all)
+    finish = (lambda grads, feedback: (grads, feedback)) if each else reduce_all
+    return Backward(run, finish, [None] * len(leaves))
 
 
 def staged_backward(
@@ -98,6 +101,7 @@ def staged_backward(
     leaves: list[jax.Array],
     batch: Tree,
     rest: Any,
+    replicas: Sequence[Any],
     *,
     repeated: bool,
     deferred: bool = False,
@@ -110,15 +114,23 @@ def staged_backward(
         leaves: the parameters in stored form.
         batch: an example of what `run` will be given, for its shapes.
         rest: the same.
+        replicas: what every node holds of each leaf since the last step; None where it keeps nothing.
         repeated: whether `run` is called for several microbatches: secondary partitions are then made once, for all.
         deferred: whether partial gradients stay full and are reduced by `finish`, in the dtype of the compute.
     """
     jaxpr, out_tree = trace(loss_fn, layout, batch, rest)
     outer = layout_scope(layout)
+    uses = leaf_uses(jaxpr, len(layout.leaves))
+    replicas = list(replicas)
     held: list[Any] = [
         outer.enter(x, x if p.trainable else None, p) if is_stored(p, layout) else x
         for x, p in zip(leaves, layout.leaves, strict=True)
     ]
+    pairs = zip(layout.leaves, uses, strict=True)
+    by_replica = [i for i, (p, of_leaf) in enumerate(pairs) if travels_by_deltas(p, of_leaf, layout)]
+    for i, replica in up_to_date(leaves, {i: replicas[i] for i in by_replica}, layout).items():
+        replicas[i] = replica
+        held[i] = held_by_replica(leaves[i], replica, layout.leaves[i], uses[i], outer)
     if repeated:
         same = _replicated_inputs(layout, batch, rest)
         held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], same, outer)[: len(held)]
@@ -146,8 +158,7 @@ def staged_backward(
 
     if not deferred:
         replicated = [None if p.is_sharded else p for p in layout.leaves]
-        return Backward(run, _reduction(layout, replicated))
-    uses = leaf_uses(jaxpr, len(layout.leaves))
+        return Backward(run, _reduction(layout, replicated), replicas)
     wire = [cast_target(of_leaf, p.dtype) for of_leaf, p in zip(uses, layout.leaves, strict=True)]
     reduce_all = _reduction(layout, _reduced_whole(layout, lambda: jaxpr))
 
@@ -157,7 +168,7 @@ def staged_backward(
         pairs = zip(reduced, grads, strict=True)
         return [None if g is None else g.astype(full.dtype) for g, full in pairs], feedback
 
-    return Backward(run, finish)
+    return Backward(run, finish, replicas)
 
 
 def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callable[[list[Any], list[Any]], Reduced]:
@@ -290,13 +301,11 @@ def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]
     if layout.config.quantize_gradients is None:
         return layout.leaves
 
-    def reduced(p: Placement, uses: tuple[LeafUse, ...]) -> Placement:
-        if not p.is_quantized or not is_layered(uses):
-            return p
-        least = max(layout.config.min_shard_size, layout.config.min_quantize_size)
-        return p.unquantized() if len(p.shape) < 3 or math.prod(p.shape[1:]) < least else p
-
-    return [reduced(p, uses) for p, uses in zip(layout.leaves, leaf_uses(traced(), len(layout.leaves)), strict=True)]
+    uses, least = leaf_uses(traced(), len(layout.leaves)), least_quantized(layout)
+    return [
+        p.unquantized() if p.is_quantized and stacks_vectors(p.shape, of_leaf, least) else p
+        for p, of_leaf in zip(layout.leaves, uses, strict=True)
+    ]
 
 
 def _replicated(placement: Placement) -> Placement:

@@ -17,7 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.gradients.outputs import widened
-from zerojax.layout.host_arrays import check_of_the_job
+from zerojax.hosts.compiling import agreeing
+from zerojax.layout.facts import layout_facts
+from zerojax.layout.host_arrays import check_of_the_job, is_of_several_processes
 from zerojax.layout.layout import Layout
 
 Tree = Any
@@ -56,6 +58,18 @@ def batch_specs(batch: Tree, layout: Layout, microbatches: int = 1) -> Tree:
         return PartitionSpec(axes)
 
     return jax.tree_util.tree_map_with_path(spec, batch)
+
+
+def compared(batch: Tree, layout: Layout, what: str) -> Tree:
+    """The batch; in a job of several processes these compare its shapes, and the layout, when they compile it."""
+    leaves, structure = jax.tree.flatten(batch)
+    carriers = [i for i, x in enumerate(leaves) if jnp.ndim(x) and jnp.size(x) and not _compat.is_prng_key(x)]
+    if not carriers or not is_of_several_processes(layout.mesh):
+        return batch
+    shapes = {f"batch{jax.tree_util.keystr(path)}": f"{jnp.shape(x)} {_dtype(x)}"
+              for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}  # fmt: skip
+    leaves[carriers[0]] = agreeing(leaves[carriers[0]], what, shapes | layout_facts(layout))
+    return structure.unflatten(leaves)
 
 
 def on_mesh(batch: Tree, specs: Tree, layout: Layout) -> Tree:

@@ -96,7 +96,7 @@ def local_gradients(
     """The global loss and this device's part of everything else; `wire` has one list entry per leaf."""
     count, more = kind.microbatches, kind.has_aux or kind.mutable
     example = jax.tree.map(lambda x: x[0], split_microbatches(batch, count)) if count > 1 else batch
-    backward = _backward(loss_fn, layout, leaves, example, rest, kind)
+    backward = _backward(loss_fn, layout, leaves, example, rest, wire.replica, kind)
     feedback = [None if x is None else x[0] for x in wire.feedback]  # the dim over nodes has one entry here
 
     def step(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -120,17 +120,18 @@ def local_gradients(
             aux = batches.merge_microbatches(aux, kind.aux_specs, layout)
         aux = batches.average_outputs(aux, kind.aux_specs, layout)
     grads, feedback = backward.finish(grads, feedback)
-    wire = WireState([None if x is None else x[None] for x in feedback])
+    wire = WireState([None if x is None else x[None] for x in feedback], list(backward.replicas))
     return Gradients(loss, weight, grads, aux, wire, merged_state(state, layout, count))
 
 
 def _backward(
-    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], example: Tree, rest: Any, kind: LossKind
-) -> Backward:
+    loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], example: Tree, rest: Any,
+    replicas: list[Any], kind: LossKind,
+) -> Backward:  # fmt: skip
     repeated, deferred = kind.microbatches > 1, kind.accumulation == "deferred"
     if layout.stage >= 2:
         return staged_backward(
-            loss_fn, layout, leaves, example, rest, repeated=repeated, deferred=repeated and deferred
+            loss_fn, layout, leaves, example, rest, replicas, repeated=repeated, deferred=repeated and deferred
         )
     return whole_backward(loss_fn, layout, leaves, example, rest, each=repeated and not deferred)
 

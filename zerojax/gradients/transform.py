@@ -48,8 +48,8 @@ _APPLY_IS_FORWARD = (
 )
 _NO_SECOND_DERIVATIVE = (
     "zerojax.value_and_grad cannot itself be differentiated with respect to the parameters where weights keep a "
-    "secondary partition (ZeroConfig(secondary=True)): for gradient penalties, meta-learning or Hessians use a layout "
-    "with secondary=False"
+    "secondary partition (ZeroConfig(secondary=True) or weight_deltas): for gradient penalties, meta-learning or "
+    "Hessians use a layout with secondary=False and without weight_deltas"
 )
 
 
@@ -88,8 +88,8 @@ def value_and_grad(
         it (`jax.random.key`) are folded with the index of the device, so that dropout differs per device, and further
         parameters in stored form (a teacher, a target network) are marked by `Layout.stored`. The loss
         is the global mean, the same on every device. Gradients: full at stage 0, else this device's shards (padded
-        form), in the dtype of the parameter; None for leaves that are not trained. Where the
-        configuration remembers something from step to step (`ZeroConfig.error_feedback`), the function takes `wire=`
+        form), in the dtype of the parameter; None for leaves that are not trained. Where the configuration
+        remembers something from step to step (`ZeroConfig.weight_deltas`, `error_feedback`), the function takes `wire=`
         (from `init_wire_state`) and returns the new state as a third value. With `loss_scale=`, a scalar, the gradients
         (not the loss) come back multiplied by it.
 
@@ -193,6 +193,7 @@ def gradient_function(
         in_specs = (param_specs, batch_specs, rest_specs, remembered_specs, everywhere)
         out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, remembered_specs, everywhere)  # type: ignore[arg-type]
         run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        batch = batches.compared(batch, layout, "value_and_grad")
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = compiled_once(run_locally, params, batch, rest, remembered, _whole(loss_scale, layout))
         return out._replace(
@@ -250,7 +251,7 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
         return compiled_once(
             _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs),
             batches.not_differentiated(params, _APPLY_IS_FORWARD),
-            batches.on_mesh(batch, batch_specs, layout),
+            batches.on_mesh(batches.compared(batch, layout, "apply"), batch_specs, layout),
             batches.on_mesh(rest, rest_specs, layout),
         )
 

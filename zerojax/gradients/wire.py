@@ -1,5 +1,7 @@
 """What the wire remembers from step to step: one state, with one way into the gradient function and one out of it.
 
+*Weight deltas*: the weights as every node has them, of which only changes travel (`zerojax.collectives.deltas`).
+
 *Error feedback*: each device adds what its last reduction lost to the node's sum before quantising it for the hop
 between nodes, and keeps what is lost then (1-bit SGD and its descendants; an option of `ZeroConfig`, off by default,
 since under Adam it did not pay in our measurements). Only the hop between nodes is fed back, so the state is one chunk
@@ -27,12 +29,15 @@ class WireState(NamedTuple):
     Attributes:
         feedback: what each leaf's last quantised reduction lost between nodes: global shape (nodes, *padded shape),
             bfloat16; device (node, local) holds the loss of its node in the chunk that it reduces.
+        replica: what every node holds of each leaf: the weights in compute of the last step, padded, two bytes an
+            element, split inside the node and the same on all nodes. Zeros, which belong to no parameters, at first.
 
     >>> WireState().feedback is None
     True
     """
 
     feedback: Tree = None
+    replica: Tree = None
 
 
 class _Part(NamedTuple):
@@ -74,7 +79,7 @@ def init_wire_state(layout: Layout, *, abstract: bool = False) -> WireState | No
 
 def remembers(layout: Layout) -> bool:
     """Whether the gradient function takes and returns a state."""
-    return layout.config.error_feedback
+    return layout.config.error_feedback or layout.config.weight_deltas is not None
 
 
 def has_feedback(placement: Placement, layout: Layout) -> bool:
@@ -83,11 +88,21 @@ def has_feedback(placement: Placement, layout: Layout) -> bool:
     return layout.config.error_feedback and placement.is_quantized and placement.trainable and two_hops
 
 
+def has_replica(placement: Placement, layout: Layout) -> bool:
+    """Whether every node keeps a replica of a leaf."""
+    return layout.config.weight_deltas is not None and placement.replica_dtype is not None
+
+
 def wire_specs(layout: Layout) -> WireState:
     """PartitionSpecs over the data axes, one list entry per leaf: for `shard_map`."""
     return WireState(
         *([part.data_spec(p) if part.concerns(p, layout) else None for p in layout.leaves] for part in _PARTS)
     )
+
+
+def kept_in_skipped_step(old: WireState | None, new: WireState | None) -> WireState | None:
+    """The state after a step that changes nothing: the old one, but replicas, which no batch has touched, move on."""
+    return old if old is None or new is None else old._replace(replica=new.replica)
 
 
 def wire_leaves(wire: WireState | None, layout: Layout) -> WireState:
@@ -107,8 +122,8 @@ def wire_leaves(wire: WireState | None, layout: Layout) -> WireState:
     found = WireState(*([None if x is None else tuple(x.shape) for x in part] for part in leaves))
     if not isinstance(wire, WireState) or found != wanted:
         raise ValueError(
-            "this configuration remembers something of each step: pass wire=zerojax.init_wire_state(layout) first and "
-            "the returned state from then on (make_train_step: TrainState.create(params, tx, layout=layout)); got "
+            "this configuration remembers something from step to step: pass wire=zerojax.init_wire_state(layout) first "
+            "and the returned state from then on (make_train_step: TrainState.create(params, tx, layout=layout)); got "
             f"shapes {found if isinstance(wire, WireState) else type(wire).__name__}, required {wanted}"
         )
     return leaves
@@ -144,4 +159,21 @@ def _feedback_shape(p: Placement, layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(layout.mesh, trimmed_spec(entries)))
 
 
-_PARTS = WireState(_Part(has_feedback, _feedback_shape, _feedback_spec))  # by field
+def _replica_spec(p: Placement) -> PartitionSpec:
+    assert p.dim is not None
+    return PartitionSpec(*(None,) * p.dim, p.axes[-1])
+
+
+def _replica_shape(p: Placement, layout: Layout) -> jax.ShapeDtypeStruct:
+    assert p.dim is not None
+    entries: list[Any] = list(p.spec)
+    entries[p.dim] = p.axes[-1]
+    assert p.replica_dtype is not None
+    return jax.ShapeDtypeStruct(
+        p.padded_shape, p.replica_dtype, sharding=NamedSharding(layout.mesh, trimmed_spec(entries))
+    )
+
+
+_PARTS = WireState(  # by field
+    _Part(has_feedback, _feedback_shape, _feedback_spec), _Part(has_replica, _replica_shape, _replica_spec)
+)

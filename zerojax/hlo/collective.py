@@ -97,8 +97,15 @@ class Collective:
 
     @property
     def executions(self) -> int:
-        """How often it runs in one call of the program; a loop of unknown length counts as one iteration."""
+        """How often it runs in a usual call of the program; a loop of unknown length counts as one iteration."""
+        if self.is_seldom:
+            return 0
         return math.prod(loop.trip_count or 1 for loop in self.loops)
+
+    @property
+    def is_seldom(self) -> bool:
+        """Whether no usual step runs it: a replica of weights gathered anew since these were edited or restored."""
+        return "gathered_anew" in self.op_name
 
     @property
     def in_loop(self) -> bool:
@@ -107,10 +114,10 @@ class Collective:
 
     @property
     def phase(self) -> str:
-        """ "backward" (recomputation too), "forward" or "other", by JAX's name stack under `jax.grad`."""
+        """ "backward" (recomputation too), "forward" (changes of weights too) or "other", by JAX's name stack."""
         if "transpose(" in self.op_name or "rematted_computation" in self.op_name:
             return "backward"
-        return "forward" if "jvp(" in self.op_name else "other"
+        return "forward" if "jvp(" in self.op_name or "weight_deltas" in self.op_name else "other"
 
     @property
     def mode(self) -> str:

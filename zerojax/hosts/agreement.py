@@ -2,8 +2,11 @@
 
 A job in which one process has another batch shape, seed, path or library computes nonsense or waits for ever in a
 collective. `agree` compares what each process says of itself over JAX's coordination service, which needs no device and
-has time limits: process 0 reads one short text of each process (4096 processes: about 4 MB) and publishes one verdict,
-which every other process reads. With one process nothing is done.
+has time limits. With one process nothing is done.
+
+What grows with P processes, in each agreement: process 0 reads P - 1 texts of about 1 kB and publishes one verdict;
+each other process writes one text and reads the verdict, whatever P. No process reads what all others wrote. 4096
+processes: 4095 reads and 4 MB at process 0, one after the other. Texts of earlier rounds are deleted.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,22 +53,46 @@ def agree(
     >>> agree("a test", {"batch": (8, 2)}, lambda: "step 7")
     'step 7'
     """
+    if jax.process_count() == 1 or _compat.coordination_client() is None:
+        return decide() if decide is not None else ""
+
+    def judge(said: list[str]) -> str:
+        if difference := compare(what, dict(enumerate(map(json.loads, said)))):
+            raise ValueError(difference)
+        return decide() if decide is not None else ""
+
+    return exchange(what, json.dumps({name: _short(str(value)) for name, value in facts.items()}), judge, seconds)
+
+
+def exchange(what: str, text: str, combine: Callable[[list[str]], str], seconds: float = WAIT_SECONDS) -> str:
+    """What process 0 makes of the texts of all processes, on every process.
+
+    Args:
+        what: as for `agree`.
+        text: of this process. All of them go to process 0 and to no other.
+        combine: run by process 0 on the texts, in the order of the processes; what it raises is raised on all.
+        seconds: how long to wait for the others.
+
+    Raises:
+        ValueError: a process does not come; what `combine` raised.
+
+    >>> exchange("a test", "mine", " ".join)
+    'mine'
+    """
     client = _compat.coordination_client()
     if jax.process_count() == 1 or client is None:
-        return decide() if decide is not None else ""
-    count, rank = jax.process_count(), jax.process_index()
-    number = _rounds[what]
+        return combine([text])
+    rank, number = jax.process_index(), _rounds[what]
     _rounds[what] += 1
     room = f"zerojax/{what}/{number}"
-    texts = {name: _short(str(value)) for name, value in facts.items()}
     if rank:
-        client.key_value_set(f"{room}/{rank}", json.dumps(texts))
+        client.key_value_set(f"{room}/{rank}", text)
         # Process 0 waits for the slowest before it answers: its time, and some to spare.
         answer = _get(client, f"{room}/answer", 2 * seconds)
         if answer is None:
             raise ValueError(f"{what}: process 0 did not come within {2 * seconds:.0f} s; process {rank} waited")
     else:
-        answer = _verdict(client, what, room, texts, count, seconds, decide)
+        answer = _answer(client, what, room, text, combine, seconds)
         client.key_value_set(f"{room}/answer", answer)
         if number >= 2:  # all have read what came two rounds ago
             client.key_value_delete(f"zerojax/{what}/{number - 2}/")
@@ -74,25 +102,15 @@ def agree(
     return text
 
 
-def _verdict(
-    client: Any,
-    what: str,
-    room: str,
-    mine: dict[str, str],
-    count: int,
-    seconds: float,
-    decide: Callable[[], str] | None,
-) -> str:
-    said = {0: mine}
-    for rank in range(1, count):
-        text = _get(client, f"{room}/{rank}", seconds)
+def _answer(client: Any, what: str, room: str, mine: str, combine: Callable[[list[str]], str], seconds: float) -> str:
+    said, end = [mine], time.monotonic() + seconds
+    for rank in range(1, jax.process_count()):
+        text = _get(client, f"{room}/{rank}", max(end - time.monotonic(), 0.01))
         if text is None:
             return f"ValueError:{what}: process {rank} did not come within {seconds:.0f} s; process 0 waited"
-        said[rank] = json.loads(text)
-    if difference := compare(what, said):
-        return f"ValueError:{difference}"
+        said.append(text)
     try:
-        return f"fine:{decide() if decide is not None else ''}"
+        return f"fine:{combine(said)}"
     except tuple(_ERRORS.values()) as error:
         kind = next(name for name, known in _ERRORS.items() if isinstance(error, known))
         return f"{kind}:{error}"
@@ -116,24 +134,6 @@ def compare(what: str, said: Mapping[int, Mapping[str, str]]) -> str:
             more = f" and {len(sides) - 4} more" if len(sides) > 4 else ""
             parts.append(f"{name}: {', '.join(sides[:4])}{more}")
     return f"{what}: processes do not agree on {'; '.join(parts)}" if parts else ""
-
-
-def exchange(what: str, text: str, *, seconds: float = WAIT_SECONDS) -> list[str]:
-    """The texts of all processes, in their order, on every process. For short texts: all go to all.
-
-    >>> exchange("a test", "mine")
-    ['mine']
-    """
-    client = _compat.coordination_client()
-    if jax.process_count() == 1 or client is None:
-        return [text]
-    number = _rounds[what]
-    _rounds[what] += 1
-    client.key_value_set(f"zerojax/{what}/{number}/{jax.process_index()}", text)
-    found = [_get(client, f"zerojax/{what}/{number}/{rank}", seconds) for rank in range(jax.process_count())]
-    if None in found:
-        raise ValueError(f"{what}: process {found.index(None)} did not come within {seconds:.0f} s")
-    return [text for text in found if text is not None]
 
 
 def digest(value: Any) -> str:

@@ -55,7 +55,8 @@ class StopPoint:
 
     def _agree(self) -> None:
         with self._lock:
-            self._stop_at = 1 + self._grace + max(map(int, exchange(self._name, str(self._last))))
+            latest = exchange(self._name, str(self._last), lambda said: str(max(map(int, said))))
+            self._stop_at = 1 + self._grace + int(latest)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Reads placements and changes nothing.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 from jax.sharding import Mesh
@@ -39,6 +40,10 @@ def describe(
             lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.reason}, {waste:,} bytes in all")
         elif every_leaf:
             lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.shard_bytes:,} bytes on each device: {p.reason}")
+    if config.weight_deltas is not None:
+        kept = [p for p in leaves if p.replica_dtype is not None]
+        held = sum(math.prod(p.padded_shape) * p.replica_dtype.itemsize for p in kept) // mesh.shape[config.axes[-1]]
+        lines.append(f"replicas   {len(kept):>2} leaves {config.weight_deltas} changes, {held:>14,} on each device")
     frozen = [p.path for p in leaves if not p.trainable]
     if frozen:
         lines.append(f"  not trained: {', '.join(frozen)}")

@@ -50,6 +50,8 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
             else "and a secondary partition would be the full weight"
         )
         out.append(f"secondary has no effect: axis {narrow[0]!r} has one device, {why}")
+    if config.weight_deltas is not None and narrow:
+        out.append(f"weight_deltas has no effect: axis {narrow[0]!r} has one device, so there is nothing to remember")
     if config.quantize_gradients and (narrow or len(config.axes) == 1):
         wide = next(axis for axis in config.axes if mesh.shape[axis] > 1)
         kind = "between nodes" if wide == config.axes[0] else "inside the node"
@@ -57,6 +59,7 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
     if config.error_feedback and narrow:
         out.append(f"error_feedback has no effect: axis {narrow[0]!r} has one device, so there is no hop between nodes")
     for field, formats in (("quantize_weights", [config.quantize_weights]),
+                           ("weight_deltas", [config.weight_deltas]),
                            ("quantize_gradients", list(config.quantize_gradients or ()))):  # type: ignore[arg-type]  # fmt: skip
         largest = max((f.block_size for f in formats if isinstance(f, QuantFormat)), default=0)
         small = [p for p in leaves if p.is_quantized and math.prod(p.shard_shape) < largest]
@@ -65,7 +68,8 @@ def notices(mesh: Mesh, config: ZeroConfig, leaves: Sequence[Placement]) -> list
                 f"{field} has blocks of {largest} elements, more than the shard of {len(small)} leaves "
                 f"({small[0].path} has {math.prod(small[0].shard_shape)}): padding is sent; raise min_quantize_size"
             )
-    if (config.quantize_weights or config.quantize_gradients) and leaves and not any(p.is_quantized for p in leaves):
+    asked = config.quantize_weights or config.quantize_gradients or config.weight_deltas
+    if asked and leaves and not any(p.is_quantized for p in leaves):
         out.append(
             f"no leaf is quantised: none has two dims, is sharded and has min_quantize_size {config.min_quantize_size} "
             "elements"

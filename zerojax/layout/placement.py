@@ -70,6 +70,13 @@ class Placement:
         return big and len(self.shape) >= 2 and self.is_sharded and jnp.issubdtype(self.dtype, jnp.floating)
 
     @property
+    def replica_dtype(self) -> np.dtype | None:
+        """Dtype of the node-local replica that weight deltas keep: two bytes; None: the leaf can have none."""
+        if not self.is_quantized or len(self.axes) < 2 or self.dtype.name not in ("float32", "bfloat16", "float16"):
+            return None
+        return self.dtype if self.dtype.itemsize == 2 else jnp.dtype(jnp.bfloat16)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the leaf is split over the data axes."""
         return self.dim is not None

@@ -47,8 +47,8 @@ def comparison_configs(base: ZeroConfig | None = None) -> list[ZeroConfig]:
 def plain_config(config: ZeroConfig) -> ZeroConfig:
     """Stage 3 without techniques; other fields as they are."""
     return dataclasses.replace(
-        config, stage=3, quantize_weights=None, secondary=False, quantize_gradients=None, rounding="nearest",
-        error_feedback=False,
+        config, stage=3, quantize_weights=None, secondary=False, weight_deltas=None, quantize_gradients=None,
+        rounding="nearest", error_feedback=False,
     )  # fmt: skip
 
 
@@ -72,6 +72,8 @@ def config_name(config: ZeroConfig) -> str:
     if isinstance(config.quantize_gradients, tuple):
         names = [_format_name(f) for f in config.quantize_gradients]
         parts.append("qgZ " + (names[0] if len(set(names)) == 1 else "/".join(names)))
+    if config.weight_deltas is not None:
+        parts.append(f"weight deltas {config.weight_deltas.element}")  # type: ignore[union-attr]
     if config.error_feedback:
         parts.append("error feedback")
     return " + ".join(parts)

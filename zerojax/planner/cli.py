@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quantize-weights", metavar="FORMAT", help="int8 or int4 (qwZ)")
     add("--secondary", action="store_true", help="node-local copy of the weights for the backward pass (hpZ)")
     add("--quantize-gradients", metavar="INSIDE[,BETWEEN]", help="int8, int4, or int8,int4 (qgZ)")
+    add("--weight-deltas", metavar="FORMAT", help="int4 or int2: nodes keep a replica, changes travel")
     add("--error-feedback", action="store_true")
     add("--compare", action="store_true", help="all stages and techniques side by side")
     add("--recommend", action="store_true", help="compare, and pick the least communication that fits")
@@ -151,6 +152,8 @@ def _configs(options: argparse.Namespace) -> list[ZeroConfig]:
     if options.quantize_gradients:
         parts = options.quantize_gradients.split(",")
         fields["quantize_gradients"] = parts[0] if len(parts) == 1 else tuple(parts)
+    if options.weight_deltas:
+        fields["weight_deltas"] = options.weight_deltas
     if options.error_feedback:
         fields["error_feedback"] = True
     asked = ZeroConfig(**fields)

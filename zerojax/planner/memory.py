@@ -163,6 +163,7 @@ def plan_memory(
         "master": state.master,
         "moments": state.moments,
         "error_feedback": sum(map(_own_bytes, jax.tree.leaves(wire and wire.feedback))),
+        "replica": sum(map(_own_bytes, jax.tree.leaves(wire and wire.replica))),
         "batch": local + _counter_bytes(layout),
     }
     inside = {"grads": state.grads, "secondary": secondary_bytes(layout, uses)}

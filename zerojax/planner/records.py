@@ -41,9 +41,9 @@ class Memory:
     """Bytes that one device holds.
 
     Attributes:
-        classes: by class, largest-lived first: "params", "master", "moments", "error_feedback", "batch", "grads",
-            "secondary", and where a program was compiled "activations" (with temporaries and gathered weights) and
-            "code". Gradients and the secondary partition are part of the program's temporaries.
+        classes: by class, largest-lived first: "params", "master", "moments", "error_feedback", "replica" (of weight
+            deltas), "batch", "grads", "secondary", and where a program was compiled "activations" (with temporaries and
+            gathered weights) and "code". Gradients and the secondary partition are part of the program's temporaries.
         total: their sum, or the compiled program's own total, less arguments in host memory.
         capacity: what may be used of the device.
         compiled: the compiler's figures, or None.

@@ -57,7 +57,7 @@ import jax
 
 from zerojax.hlo.collective import Collective
 from zerojax.hlo.program import CompiledProgram, read_program
-from zerojax.hlo.steps import Await, Choice, Issue, Kernel, Repeat, Step
+from zerojax.hlo.steps import Await, Choice, Issue, Kernel, Repeat, Step, all_collectives
 from zerojax.planner.gpus import GpuTarget
 from zerojax.planner.time import EFFICIENCY, Links, plain_links
 
@@ -342,9 +342,10 @@ class _Clock:
         self.started = {key: (end + shift, name) for key, (end, name) in self.started.items()}
 
     def choose(self, step: Choice) -> None:
-        """The slowest of the branches."""
+        """The slowest of the branches that a usual step takes."""
         found = []
-        for branch in step.branches:
+        usual = [one for one in step.branches if not any(c.is_seldom for c in all_collectives(one))]
+        for branch in usual or step.branches:
             one = copy.copy(self)
             one.free, one.busy, one.started = dict(self.free), dict(self.busy), dict(self.started)
             one.of_collective = {name: list(values) for name, values in self.of_collective.items()}

@@ -19,7 +19,8 @@ from zerojax.planner.speed import LARGEST_ERROR, Speed
 
 _MEANING = {
     "params": "parameters", "master": "master weights", "moments": "optimizer moments",
-    "batch": "batch and counters", "error_feedback": "error feedback", "grads": "gradients",
+    "batch": "batch and counters", "error_feedback": "error feedback",
+    "replica": "replica of the weights", "grads": "gradients",
     "secondary": "secondary partition",
     "activations": "activations, gathered weights, workspace", "code": "machine code", "outputs": "further results",
 }  # fmt: skip
@@ -60,7 +61,7 @@ def _comparison(plan: Plan) -> Iterator[Table]:
         held = one.memory.classes
         table.add_row(
             _label(plan, index), _gb(held["params"]), _gb(held["grads"]),
-            _gb(held["master"] + held["moments"] + held["error_feedback"]), _gb(held["secondary"]),
+            _gb(held["master"] + held["moments"] + held["error_feedback"]), _gb(held["secondary"] + held["replica"]),
             *([_gb(held.get("activations"))] if compiled else []),
             _gb(one.memory.total), "[green]yes[/]" if one.memory.fits else "[red]no[/]",
             "" if one.largest is None else str(one.largest.examples),

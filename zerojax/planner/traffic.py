@@ -17,10 +17,12 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.collectives.deltas import weight_deltas
 from zerojax.collectives.plain import gather_bytes
 from zerojax.collectives.select import has_secondary, layout_collectives
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.uses import LeafUse
+from zerojax.gradients.replicas import travels_by_deltas
 from zerojax.hlo.collective import Traffic, node_share
 from zerojax.hlo.program import CompiledProgram
 from zerojax.layout.layout import Layout
@@ -77,6 +79,8 @@ def paper_volume(config: ZeroConfig, *, two_level: bool) -> float:
     reduce = pair[1].bits / 16 if isinstance(pair, tuple) and isinstance(pair[1], QuantFormat) else 1.0
     if config.stage < 3:
         return 1.0 + reduce
+    if isinstance(config.weight_deltas, QuantFormat) and two_level:
+        return config.weight_deltas.bits / 16 + reduce
     backward = 0.0 if config.secondary and two_level else gather
     return gather + backward + reduce
 
@@ -95,7 +99,7 @@ def secondary_bytes(layout: Layout, uses: Sequence[tuple[LeafUse, ...]] | None =
     sizes, gather_bytes = layout.mesh.shape, layout_collectives(layout).gather_bytes
     total = 0
     for placement, of_leaf in zip(layout.leaves, uses, strict=True):
-        for use in of_leaf:
+        for use in () if travels_by_deltas(placement, of_leaf, layout) else of_leaf:
             part, layers = _layer(_own_part(placement, layout).with_dtype(use.dtype), use, layout)
             if part.is_sharded:
                 # Over the last axis a gather receives (size - 1) times what is held, and that is the secondary.
@@ -118,9 +122,12 @@ class _LeafTraffic:
         found: list[Traffic] = []
         if not p.axes:  # one device
             return found
+        by_deltas = travels_by_deltas(p, uses, self.layout)
+        if by_deltas and p.trainable:
+            found += self._changes()
         for use in uses:
             if stage >= 3 and p.is_sharded:
-                found += self._gathers(use)
+                found += [move for move in self._gathers(use) if not by_deltas or move.axes == p.axes[-1:]]
             if p.trainable and stage >= 2 and p.is_sharded:
                 found += self._reductions(use, p.with_dtype(use.dtype), self.microbatches)
         if not p.trainable:
@@ -136,6 +143,15 @@ class _LeafTraffic:
                 for axis, received in gather_bytes(p, self.sizes).items():
                     found.append(self._move("update", "all-gather", (axis,), p.dtype.name, False, received, 1))
         return found
+
+    def _changes(self) -> list[Traffic]:
+        """The change of a replica, once a step: read and written where it is quantised and where it is added."""
+        p, fmt = self.placement, self.layout.config.weight_deltas
+        received = weight_deltas(self.layout).update_bytes(p, self.sizes)
+        return [
+            self._move("forward", "all-gather", (axis,), _wire_name(fmt, p.dtype), False, size, 1, 2 * size)
+            for axis, size in received.items()
+        ]
 
     def _gathers(self, use: LeafUse) -> list[Traffic]:
         part, layers = _layer(self.placement.with_dtype(use.dtype), use, self.layout)

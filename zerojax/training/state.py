@@ -30,7 +30,7 @@ class TrainState(NamedTuple):
         step: number of steps taken, int32 scalar.
         params: parameters in stored form.
         opt_state: state of the sharded optimizer.
-        wire: what the wire remembers from step to step (`ZeroConfig.error_feedback`), or None.
+        wire: what the wire remembers from step to step (`ZeroConfig.weight_deltas`, `error_feedback`), or None.
         loss_scale: state of dynamic loss scaling, or None.
         skipped: number of steps that changed nothing because they were not finite, int32 scalar.
         nonfinite: how often loss and gradient were not finite, and whether that stopped training.

@@ -18,6 +18,7 @@ from zerojax import _compat
 from zerojax.gradients.local import Accumulation
 from zerojax.gradients.outputs import wide_dtype
 from zerojax.gradients.transform import gradient_function
+from zerojax.gradients.wire import kept_in_skipped_step
 from zerojax.layout.host_arrays import is_of_several_processes
 from zerojax.layout.layout import Layout
 from zerojax.optimizer.zero import check_sharded
@@ -139,7 +140,8 @@ def make_train_step(
             applied = optax.apply_updates(state.params, updates)
         new = applied, opt_state, out.wire, out.model_state
         if policy != "ignore":
-            old = state.params, state.opt_state, state.wire, state.model_state
+            wire = kept_in_skipped_step(state.wire, out.wire)
+            old = state.params, state.opt_state, wire, state.model_state
             new = keep_if(decision.keeps_old, old, new)
         params, opt_state, wire, model_state = new
         new_scale = scale
