@@ -63,7 +63,7 @@ def from_first_process(key: str, make: Callable[[], str]) -> str:
     except Exception as error:
         raise RuntimeError(
             f"the first process has not said within ten minutes whether it takes {key}: do all processes run the same "
-            "program? PALLAS_KERNELS=never (or always) on all of them asks nobody"
+            "program? Inside kernel_policy('never'), or 'always', nobody is asked"
         ) from error
 
 

@@ -199,20 +199,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.config.update("jax_platforms", "cpu")  # the CUDA plugin is here to compile, and would look for CUDA
     here = jax.devices()[0]
     on_gpu = here.platform == "gpu"
-    if not on_gpu and (missing := absent_gpu.plugin_missing()):
-        parser.error(missing)
     if on_gpu:
         for line in measured(options.shapes):
             print(line, flush=True)
         return
+    missing = absent_gpu.plugin_missing()
     print(f"jax {jax.__version__}, {gpus.TARGETS[options.gpu].name} (absent)")
-    print("ideal MB, moved MB, moved / ideal, kernels, modelled us, bound; nothing here is measured")
+    if missing:
+        print("ideal MB; nothing here is compiled or measured")
+    else:
+        print("ideal MB, moved MB, moved / ideal, kernels, modelled us, bound; nothing here is measured")
     for name in options.shapes:
         for op in ops(SHAPES[name]):
+            if missing:
+                print(f"{name:14s} {op.name:48s} {op.ideal_bytes() / 1e6:9.1f}", flush=True)
+                continue
             backends = ["xla"] if op.plan is None or op.plan.problems else ["xla", "mosaic_gpu"]
             for implementation in backends:
                 row = model(op, implementation, options.gpu)
                 print(f"{name:14s} {op.name:48s} {implementation:10s} {row}", flush=True)
+    print("Not known: times, and their share of a copy's bandwidth; there is no GPU here. Run it where there is one,")
+    print("and paste what it prints into an issue.")
+    if missing:
+        print(f"Not known: bytes that the programs move, and their kernels: {missing}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import sys
 import threading
 import warnings
@@ -45,12 +46,14 @@ class Verdict:
         reason: in words: "equal, 0.42 of XLA's time", or why not.
         ratio: time of the kernel over that of XLA's program, on this device in one run; None where it was not timed.
         faulty: the kernel differed or failed, which is to be reported.
+        bytes_per_second: what the kernel must read and write, by its time on the real-size input.
     """
 
     takes_kernel: bool
     reason: str
     ratio: float | None = None
     faulty: bool = False
+    bytes_per_second: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,8 @@ def probe() -> Probe | None:
 
 _policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("pallas_kernels_policy", default="auto")
 _preferred: bool | None = None
+_changes = 0
+_agreed: dict[int, Policy] = {}
 _verdicts: dict[tuple[str, str], Verdict] = {}
 _deciding = threading.RLock()
 
@@ -97,8 +102,9 @@ def prefer_kernels(enabled: bool | None = True) -> bool | None:
     >>> prefer_kernels(before)
     True
     """
-    global _preferred
+    global _preferred, _changes
     before, _preferred = _preferred, enabled
+    _changes += 1
     return before
 
 
@@ -136,13 +142,36 @@ def policy_here() -> Policy:
     return named
 
 
+def policy_of_the_job() -> Policy:
+    """`policy_here`, as the first process of a job has it: one with another environment follows, with a notice.
+
+    What `kernel_policy` says stays: it comes from the program, which is the same in all processes.
+    """
+    mine = policy_here()
+    if _policy.get() != "auto" or jax.process_count() == 1:
+        return mine
+    with _deciding:
+        if _changes not in _agreed:
+            given = _compat.from_first_process(f"pallas_kernels/policy/{_changes}", lambda: mine)
+            if given != mine:
+                warnings.warn(
+                    f"process {jax.process_index()} has kernels {mine!r} (prefer_kernels, or {VARIABLE} in the "
+                    f"environment), the first process {given!r}, which holds for all: one program runs everywhere",
+                    KernelNotice,
+                    stacklevel=2,
+                )
+            check_policy(given)
+            _agreed[_changes] = given  # type: ignore[assignment]
+        return _agreed[_changes]
+
+
 def takes_kernel(variant: Any) -> bool:
     """Whether ``implementation=None`` means the kernel of a variant in a program that is lowered for CUDA.
 
     Args:
         variant: hashable description of the call without its shapes; its string names it.
     """
-    policy = policy_here()
+    policy = policy_of_the_job()
     return policy == "always" or (policy == "auto" and verdict(variant).takes_kernel)
 
 
@@ -168,16 +197,24 @@ def verdicts() -> dict[str, Verdict]:
 
 
 def _made(variant: Any, device: Probe, identity: str) -> Verdict:
-    kept = read_cache().get(identity, {}).get(str(variant))
-    if kept is not None:
-        with contextlib.suppress(TypeError):
-            return Verdict(**kept)
+    if (kept := _read_verdict(read_cache().get(identity, {}).get(str(variant)))) is not None:
+        return kept
     from pallas_kernels import selfcheck  # it runs the ops, which ask here
 
     # In a thread of its own: what is traced at the moment is no part of it.
     found = _in_a_thread(lambda: selfcheck.check(variant, device))
     write_cache(identity, str(variant), found)
     return found
+
+
+def _read_verdict(kept: Any) -> Verdict | None:
+    """A verdict of the file; None where it is none: whoever wrote it, a word for a truth value must not decide."""
+    if not isinstance(kept, dict) or kept.keys() != {field.name for field in dataclasses.fields(Verdict)}:
+        return None
+    numbers = (kept["ratio"], kept["bytes_per_second"])
+    right = isinstance(kept["takes_kernel"], bool) and isinstance(kept["faulty"], bool)
+    right = right and isinstance(kept["reason"], str) and all(x is None or isinstance(x, float) for x in numbers)
+    return Verdict(**kept) if right and not (kept["takes_kernel"] and kept["faulty"]) else None
 
 
 def _in_a_thread(function: Callable[[], Verdict]) -> Verdict:
@@ -242,6 +279,10 @@ def write_cache(identity: str, name: str, found: Verdict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         everything = read_cache()
         everything.setdefault(identity, {})[name] = dataclasses.asdict(found)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(everything, indent=1, sort_keys=True))
-        beside.replace(path)
+        # Home folders are shared between machines, on which processes have equal numbers.
+        beside = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(everything, indent=1, sort_keys=True))
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)  # a full disk leaves half a file

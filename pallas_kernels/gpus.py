@@ -60,6 +60,10 @@ class GpuTarget:
             steps of a ring or a tree through some nodes.
         link_latency: the same inside a node.
         launch_seconds: the least a kernel takes, from launch to launch.
+        host_bandwidth: bytes per second between the device and pinned host memory, one way: 0.85 of PCIe's rate, as
+            large copies reach (16 lanes of generation 4: 31.5 GB/s, of 5: 63 GB/s).
+        collective_cores: multiprocessors that a collective keeps from the kernels beside it: none, since how many NCCL
+            takes depends on its version and the network; `zerojax.planner.replay` says what 16 would change.
     """
 
     name: str
@@ -79,6 +83,8 @@ class GpuTarget:
     node_latency: float = 30e-6
     link_latency: float = 15e-6
     launch_seconds: float = 3e-6
+    host_bandwidth: float = 53e9
+    collective_cores: int = 0
 
     @property
     def target_config(self) -> str:
@@ -116,6 +122,7 @@ TARGETS: Mapping[str, GpuTarget] = {
         shared_memory_per_block=166_912,
         compute_capability=8,
         product_efficiency=0.8,
+        host_bandwidth=27e9,
     ),
     "h100": _H100,
     "h200": dataclasses.replace(

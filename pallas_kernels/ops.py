@@ -71,10 +71,7 @@ def quantize(
     >>> q.qvalue.shape, dequantize(q).shape
     ((1, 16), (3,))
     """
-    x = jnp.asarray(x)
-    hashed = hashed_seed_of(rounding, seed)
-    q, residual = _quantize(x, None, (), fmt, hashed, with_residual, implementation, interpret)
-    return (q, residual) if with_residual else q
+    return _quantize(jnp.asarray(x), None, (), fmt, rounding, seed, with_residual, implementation, interpret)
 
 
 def quantize_slices(
@@ -115,9 +112,7 @@ def quantize_slices(
     """
     x = jnp.asarray(x)
     lead, _ = slices.slice_shape(x.shape, dim, num_slices)
-    hashed = hashed_seed_of(rounding, seed)
-    q, residual = _quantize(x, dim % x.ndim, lead, fmt, hashed, with_residual, implementation, interpret)
-    return (q, residual) if with_residual else q
+    return _quantize(x, dim % x.ndim, lead, fmt, rounding, seed, with_residual, implementation, interpret)
 
 
 def _quantize(
@@ -125,11 +120,13 @@ def _quantize(
     dim: int | None,
     lead: tuple[int, ...],
     fmt: QuantFormat,
-    hashed_seed: jax.Array | None,
+    rounding: Rounding,
+    seed: jax.Array | int | None,
     with_residual: bool,
     implementation: str | None,
     interpret: bool,
-) -> tuple[QuantizedArray, jax.Array | None]:
+) -> Any:
+    hashed_seed = hashed_seed_of(rounding, seed)
     check_float(x)
     shape = x.shape if dim is None else slices.slice_shape(x.shape, dim, lead)[1]
 
@@ -149,7 +146,8 @@ def _quantize(
     qvalue, scale, tile_scale, residual = backend.run(
         "quantize", variant, implementation, interpret, plan.problems, plain, plan.run, x, hashed_seed
     )
-    return QuantizedArray(qvalue, scale, tile_scale, fmt, tuple(shape), x.dtype.name), residual
+    q = QuantizedArray(qvalue, scale, tile_scale, fmt, tuple(shape), x.dtype.name)
+    return (q, residual) if with_residual else q
 
 
 def dequantize(

@@ -24,7 +24,7 @@ RUNS, ROUNDS = 10, 5
 
 def check(variant: Variant, device: Probe) -> Verdict:
     """Compares and times one variant; whatever fails is a verdict against the kernel, never an exception."""
-    ratio = None
+    ratio, rate = None, None
     for size in device.sizes:
         # Of a sum, all contributions together are of that size.
         elements = max(device.sizes[0], size >> (max(1, variant.count) - 1).bit_length())
@@ -38,13 +38,14 @@ def check(variant: Variant, device: Probe) -> Verdict:
             wanted, got = reference(*arguments), kernel(*arguments)
             if unequal := different(wanted, got):
                 return Verdict(False, f"it differs from the reference in {unequal} at {elements} elements", faulty=True)
-            ratio = seconds(kernel, arguments) / seconds(reference, arguments)
+            taken = seconds(kernel, arguments)
+            ratio, rate = taken / seconds(reference, arguments), sized.ideal_bytes * elements / taken
         except Exception as error:  # a compiler or a driver may raise anything
             first = (str(error).strip() or repr(error)).splitlines()[0][:300]
             return Verdict(False, f"it failed at {elements} elements: {type(error).__name__}: {first}", faulty=True)
     assert ratio is not None
     words = f"equal to the reference, {ratio:.2f} of the time of XLA's program"
-    return Verdict(ratio <= 1.0, words, ratio)
+    return Verdict(ratio <= 1.0, words, ratio, bytes_per_second=rate)
 
 
 def inputs(variant: Variant) -> tuple[Any, ...]:

@@ -175,3 +175,14 @@ def test_the_loop_in_the_readme_runs_as_printed_and_equals_the_plain_one():
         # three steps of 3e-4 on weights of size 0.03 move by at most 3 * 3e-4 * 1e-3 where a gradient is near zero.
         np.testing.assert_allclose(trained[name], expected, atol=1e-6, err_msg=name)
         assert names["params"][name].addressable_shards[0].data.size == expected.size // 8
+
+
+def test_the_cost_of_saving_is_measured_apart_for_the_call_and_for_the_steps_meanwhile(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import saving_cost
+
+    cost = saving_cost.measure(megabytes=1, saves=1, rows=8, width=64)
+    assert 0.9e6 < cost.state_bytes < 1.1e6
+    assert 0 < cost.step < cost.written
+    assert 0 < cost.call < cost.written, "save returns before the step is on disk"
+    assert cost.ratio == cost.step_while_saving / cost.step

@@ -1,7 +1,4 @@
-"""The command `zerojax`, also as `python -m zerojax`.
-
-`export` is of checkpoints, `pilot` of tuning, all else of the planner.
-"""
+"""The command `zerojax`, also as `python -m zerojax`: of the planner, `export` of checkpoints, `pilot` of tuning."""
 
 import sys
 
@@ -9,14 +6,15 @@ from zerojax.checkpoints import export
 from zerojax.planner import cli
 from zerojax.tuning import cli as pilot_cli
 
+OTHERS = {
+    "export": cli.Command("parameters of a checkpoint as safetensors or npz", export.main),
+    "pilot": cli.Command("tries configurations on a training job of your own", pilot_cli.main),
+}
+
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    if sys.argv[1:2] == ["export"]:
-        return export.main(sys.argv[2:])
-    if sys.argv[1:2] == ["pilot"]:
-        return pilot_cli.main(sys.argv[2:])
-    return cli.main()
+    return cli.main(others=OTHERS)
 
 
 if __name__ == "__main__":

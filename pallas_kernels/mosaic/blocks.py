@@ -180,6 +180,25 @@ def run_kernel(
     return {name: _compat.vary(value, axes) for name, value in zip(outputs, results, strict=True)}
 
 
+def run_quantizing(
+    body: Callable[[dict[str, Any]], None],
+    inputs: dict[str, jax.Array],
+    hashed_seed: jax.Array | None,
+    fmt: QuantFormat,
+    shape: tuple[int, ...],
+    residual_dtype: Any,
+    grid: int,
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """`run_kernel` of a body that quantises values of ``shape``, rows first; a residual where it has a dtype."""
+    rows, *inner = shape
+    seed = {} if hashed_seed is None else {"seed": hashed_seed.reshape(1)}
+    outputs = stored_types(fmt, (rows,), tuple(inner))
+    if residual_dtype is not None:
+        outputs["residual"] = jax.ShapeDtypeStruct(shape, residual_dtype)
+    return run_kernel(body, {**inputs, **seed}, outputs, grid, interpret)
+
+
 def cut(ref: Any, pieces: int) -> list[Any]:
     """A ref cut along its last dimension into equal pieces."""
     *dims, cols = ref.shape

@@ -29,10 +29,9 @@ from pallas_kernels.mosaic.blocks import (
     cut,
     make_chunk,
     num_parts,
-    run_kernel,
+    run_quantizing,
     store_quantized,
     stored_arrays,
-    stored_types,
 )
 from pallas_kernels.mosaic.registers import widened
 
@@ -131,14 +130,10 @@ def _run(
     g, fmt = geometry, geometry.chunk.fmt
     # All rows in one dim: one index, so one address, for what is read and one for what is written.
     all_rows = g.before * g.slices * g.rows
-    leaf = (all_rows, *g.inner)
-    outputs = stored_types(fmt, (all_rows,), g.inner)
-    if with_residual:
-        outputs["residual"] = jax.ShapeDtypeStruct(leaf, x.dtype)
-    inputs = {"x": x.reshape(leaf)}
-    if hashed_seed is not None:
-        inputs["seed"] = hashed_seed.reshape(1)
-    out = run_kernel(functools.partial(_body, g=g, interpret=interpret), inputs, outputs, g.programs, interpret)
+    out = run_quantizing(
+        functools.partial(_body, g=g, interpret=interpret), {"x": x.reshape(all_rows, *g.inner)}, hashed_seed, fmt,
+        (all_rows, *g.inner), x.dtype if with_residual else None, g.programs, interpret,
+    )  # fmt: skip
     residual = out["residual"].reshape(x.shape) if with_residual else None
     return (*stored_arrays(out, fmt, lead, g.before * g.rows, g.inner), residual)
 

@@ -28,9 +28,9 @@ from pallas_kernels.mosaic.blocks import (
     make_chunk,
     num_parts,
     run_kernel,
+    run_quantizing,
     store_quantized,
     stored_arrays,
-    stored_types,
 )
 from pallas_kernels.mosaic.contributions import Sum, add_all
 
@@ -183,13 +183,10 @@ def _run_sum_quantize(
     fmt, inputs = call.chunk.fmt, _inputs(call, qvalue, scale, tile_scale)
     if addend is not None:
         inputs["addend"] = addend.reshape(call.rows, *call.inner)
-    if hashed_seed is not None:
-        inputs["seed"] = hashed_seed.reshape(1)
-    outputs = stored_types(fmt, (call.rows,), call.inner)
-    if with_residual:
-        outputs["residual"] = jax.ShapeDtypeStruct((call.rows, *call.inner), jnp.float32)
-    body = functools.partial(_body, call=call, interpret=interpret)
-    out = run_kernel(body, inputs, outputs, call.grid, interpret)
+    out = run_quantizing(
+        functools.partial(_body, call=call, interpret=interpret), inputs, hashed_seed, fmt, (call.rows, *call.inner),
+        jnp.float32 if with_residual else None, call.grid, interpret,
+    )  # fmt: skip
     residual = out["residual"].reshape(*lead, *shape) if with_residual else None
     return (*stored_arrays(out, fmt, lead, call.rows // max(1, math.prod(lead)), call.inner), residual)
 

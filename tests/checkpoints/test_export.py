@@ -100,3 +100,12 @@ def test_what_does_not_fit_is_one_error(saved):
     (folder / "empty.safetensors").touch()
     with pytest.raises(ValueError, match="is not a complete safetensors file"):
         layout.load(folder / "empty.safetensors")
+
+
+def test_help_of_the_command_lists_export_beside_the_planner(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["zerojax", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert not ended.value.code
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("plan", "doctor", "export", "pilot"))

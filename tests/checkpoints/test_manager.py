@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zerojax
+from zerojax.checkpoints import manager as manager_module
 from zerojax.checkpoints import paths, writing
 from zerojax.hosts import preemption
 
@@ -120,22 +121,58 @@ def test_a_save_that_failed_in_the_background_is_raised_by_the_next_call_and_lea
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
-def test_a_job_that_is_told_to_stop_saves_its_step_whatever_every_says(tmp_path, monkeypatch):
+@pytest.fixture
+def not_told_yet(monkeypatch):
     monkeypatch.setattr(preemption, "_noticed", type(preemption._noticed)())
     preemption._watch.cache_clear()
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        layout, _, _ = make()
-        with zerojax.CheckpointManager(tmp_path, layout, every=100) as manager:
-            assert not manager.save(6, start().params)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def tell_to_stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("not_told_yet")
+def test_a_job_that_is_told_to_stop_saves_its_step_whatever_every_says(tmp_path):
+    with zerojax.CheckpointManager(tmp_path, make()[0], every=100) as manager:
+        assert not manager.save(6, start().params)
+        assert not manager.stopping
+        tell_to_stop()
+        assert manager.save(7, start().params)
+        assert manager.stopping
+        assert os.listdir(tmp_path) == ["7"], "written when save returns"
+        assert manager.exit_status == 75
+
+
+@pytest.mark.usefixtures("not_told_yet")
+@pytest.mark.parametrize("moment", ["the copy to the host", "the writing", "the end of it"])
+def test_told_to_stop_twice_while_it_saves_a_job_writes_that_step_and_the_next(tmp_path, monkeypatch, moment):
+    module, name = {
+        "the copy to the host": (manager_module, "snapshot"),
+        "the writing": (writing, "_cut_padding"),
+        "the end of it": (paths, "take_place"),
+    }[moment]
+    real = getattr(module, name)
+
+    def told(*args, **options):
+        tell_to_stop()
+        tell_to_stop()
+        return real(*args, **options)
+
+    zerojax.save(tmp_path, start().params, make()[0], step=1)
+    with zerojax.CheckpointManager(tmp_path, make()[0]) as manager:
+        assert manager.restore().step == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, told)
+            assert manager.save(1, start().params)
             assert not manager.stopping
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert manager.save(7, start().params)
-            assert manager.stopping
-            assert os.listdir(tmp_path) == ["7"], "written when save returns"
-            assert manager.exit_status == 75
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            manager.wait()
+        assert manager.save(2, start().params)
+        assert manager.stopping
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    same(zerojax.restore(tmp_path, make()[0]), start().params)
 
 
 class Iterator:

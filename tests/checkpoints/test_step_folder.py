@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax.checkpoints import paths, step_folder, writing
+from zerojax.checkpoints import folders, step_folder, writing
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def test_a_deletion_that_is_killed_leaves_no_half_step(tmp_path, monkeypatch):
     with manager(tmp_path, keep=1) as of:
         save(of, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(paths, "remove", lambda folder: folder.exists() and os.remove(folder / "manifest.ocdbt"))
+            patch.setattr(folders, "remove", lambda folder: folder.exists() and os.remove(folder / "manifest.ocdbt"))
             save(of, 2)
     assert len(names(tmp_path)) == 2, "what is left of step 1 has another name"
     with manager(tmp_path, keep=1) as of:
@@ -114,7 +114,7 @@ def test_an_old_step_that_cannot_be_deleted_stops_no_run(tmp_path, monkeypatch):
 
     with manager(tmp_path, keep=1) as of:
         save(of, 1)
-        monkeypatch.setattr(paths, "discard", busy)
+        monkeypatch.setattr(folders, "discard", busy)
         with pytest.warns(zerojax.ZeroNotice, match="an old step was not deleted: .*busy"):
             save(of, 2)
     assert names(tmp_path) == ["1", "2"]

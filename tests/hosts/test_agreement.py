@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 def refused(pattern, call):
     try:
         call()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         assert re.search(pattern, str(error)), error
     else:
         raise AssertionError(f"not refused: {pattern}")
@@ -113,6 +113,15 @@ for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         assert a.index == b.index and np.array_equal(a.data, b.data)
 stage_1 = zerojax.restore(folder, *make(1)[:2])
 assert np.array_equal(stage_1.params["gain"].addressable_data(0), state.params["gain"].addressable_data(0))
+# What one process cannot write is a failure of all.
+with zerojax.CheckpointManager(folder + "/fails", layout, tx) as manager:
+    manager.save(1, state)
+    written = manager._checkpointer.wait_until_finished
+    if RANK:
+        manager._checkpointer.wait_until_finished = lambda: [written(), open("/dev/full", "w").write("x" * 99999)]
+    refused("No space left" if RANK else "fails/1 was not written by process 1: OSError: .*No space left", manager.wait)
+    manager._checkpointer.wait_until_finished = written
+    assert manager.save(2, state)
 # A loop until the job is told to stop: any process may be the one that hears of it.
 with zerojax.CheckpointManager(folder + "/run", layout, tx, every=1000, keep=1) as manager:
     for number in range(1, 10000):

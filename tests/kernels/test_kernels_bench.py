@@ -57,6 +57,20 @@ def test_the_table_says_that_nothing_was_measured(capsys, monkeypatch):
     assert [re.split(r"\s{2,}", row)[2].strip() for row in rows] == ["xla", "mosaic_gpu"]
 
 
+def test_without_the_compiler_it_says_what_it_cannot_know(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "ops", lambda shape: [OPS["quantize int8/128"]])
+    monkeypatch.setattr(absent_gpu, "plugin_missing", lambda: "no plugin: pip install it")
+    bench.main(["--shapes", "1b-mlp"])
+    printed = capsys.readouterr().out
+    assert "nothing here is compiled or measured" in printed
+    elements = SHAPE[0] * SHAPE[1]
+    (row,) = [line for line in printed.splitlines() if line.startswith("1b-mlp")]
+    # Two bytes read, one written and a scale of two bytes for each block.
+    assert float(row.split()[-1]) == pytest.approx(elements * (3 + 2 / 128) / 1e6, abs=0.1)
+    for said in ("Not known: times", "Run it where there is one", "no plugin: pip install it"):
+        assert said in printed
+
+
 def test_what_a_gpu_measures_is_a_table_to_be_pasted(monkeypatch):
     times = iter([1.0, *[2e-6, 1e-6] * len(OPS)])
     monkeypatch.setattr(bench.selfcheck, "seconds", lambda function, arguments: next(times))

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import sys
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,9 @@ import pallas_kernels as pk
 import zerojax
 from pallas_kernels import _compat, backend, choice, selfcheck
 from pallas_kernels.variants import Variant
+
+sys.path.append(str(Path(__file__).parents[1] / "hosts"))
+from processes import finish, start
 
 GPU = choice.Probe("a GPU of the tests", "1.0", (1 << 14, 1 << 15), {"implementation": "mosaic_gpu", "interpret": True})
 LEAF = Variant("quantize", INT8, "float32")
@@ -26,6 +31,7 @@ def here(monkeypatch, tmp_path):
     """A GPU to be asked, a cache of its own, and no verdicts yet."""
     monkeypatch.setattr(choice, "probe", lambda: GPU)
     monkeypatch.setattr(choice, "_verdicts", {})
+    monkeypatch.setattr(choice, "_agreed", {})
     monkeypatch.setenv(choice.CACHE_VARIABLE, str(tmp_path / "deep" / "verdicts.json"))
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     return tmp_path / "deep" / "verdicts.json"
@@ -66,6 +72,8 @@ def test_equal_kernels_are_taken_where_they_are_not_slower(variant, monkeypatch)
         monkeypatch.setattr(selfcheck, "seconds", lambda function, arguments, times=times: next(times))
         found = selfcheck.check(variant, GPU)
         assert (found.takes_kernel, found.ratio, found.faulty) == (taken, kernel_seconds, False), found
+        real = GPU.sizes[1] if not variant.count else max(GPU.sizes[0], GPU.sizes[1] // 4)
+        assert found.bytes_per_second <= variant.ideal_bytes * real / kernel_seconds
 
 
 @needs_interpreter
@@ -131,9 +139,12 @@ def test_verdicts_of_another_device_or_driver_are_not_trusted(changed, checks, m
     assert len(checks) == 2
 
 
-def test_verdicts_of_other_sources_are_not_trusted(checks, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "name", "value"), [(choice, "_sources", lambda: "another"), (jax, "__version__", "9.9")]
+)
+def test_verdicts_of_other_sources_or_another_jax_are_not_trusted(place, name, value, checks, monkeypatch):
     assert takes_kernels()
-    monkeypatch.setattr(choice, "_sources", lambda: "another")
+    monkeypatch.setattr(place, name, value)
     assert takes_kernels()
     assert len(checks) == 2
 
@@ -147,14 +158,59 @@ def test_a_file_that_cannot_be_read_is_replaced(text, checks, here):
     assert len(json.loads(here.read_text())) == 1
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"takes_kernel": "no"}, {"takes_kernel": 1}, {"ratio": "0.5"}, {"reason": None}, {"faulty": "yes"},
+        {"faulty": True}, {"another": 1}, 3, None,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_verdict_of_the_file_that_is_none_decides_nothing(written, checks, here, monkeypatch):
+    assert takes_kernels()
+    whole = json.loads(here.read_text())
+    ((identity, kept),) = whole.items()
+    ((name, entry),) = kept.items()
+    whole[identity][name] = entry | written if isinstance(written, dict) else written
+    here.write_text(json.dumps(whole))
+    monkeypatch.setattr(choice, "_verdicts", {})
+    assert takes_kernels()
+    assert len(checks) == 2
+    assert json.loads(here.read_text())[identity][name] == entry
+
+
+def test_a_faulty_verdict_of_the_file_is_said_again_and_not_taken(here, monkeypatch):
+    monkeypatch.setattr(selfcheck, "check", lambda *_: choice.Verdict(False, "it differs", faulty=True))
+    for _ in range(2):
+        with pytest.warns(pk.KernelNotice, match="it differs"):
+            assert not takes_kernels()
+        monkeypatch.setattr(choice, "_verdicts", {})
+        monkeypatch.setattr(selfcheck, "check", lambda *_: 1 / 0)  # not asked again
+
+
+def test_a_full_disk_leaves_neither_half_a_file_nor_an_error(checks, here, monkeypatch):
+    real = type(here).write_text
+
+    def half(path, text):
+        real(path, text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(here), "write_text", half)
+    assert takes_kernels()
+    assert list(here.parent.iterdir()) == []
+
+
 def test_a_place_that_cannot_be_written_is_left_alone(checks, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(choice.CACHE_VARIABLE, str(tmp_path / "file" / "verdicts.json"))
     assert takes_kernels()
 
 
-def test_the_first_process_decides_for_all(checks, monkeypatch):
+@pytest.fixture
+def job(monkeypatch):
+    """What two processes tell each other, with a way to become one of them."""
     shared = {}
+    jax.devices()  # a backend that started now would ask the client below
 
     class Client:
         def key_value_set(self, key, value):
@@ -167,16 +223,62 @@ def test_the_first_process_decides_for_all(checks, monkeypatch):
 
     monkeypatch.setattr(distributed.global_state, "client", Client())
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for index in (0, 1):
-        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+    monkeypatch.setattr(choice, "read_cache", dict)
+
+    def become(index):
+        monkeypatch.setattr(jax, "process_index", lambda: index)
         monkeypatch.setattr(choice, "_verdicts", {})
-        monkeypatch.setattr(choice, "read_cache", dict)
-        assert takes_kernels()
-    assert len(checks) == 1
+        monkeypatch.setattr(choice, "_agreed", {})
+
+    return shared, become
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_first_process_decides_for_all(taken, job, monkeypatch):
+    shared, become = job
+    for index, found in ((0, taken), (1, not taken)):
+        become(index)
+        monkeypatch.setattr(selfcheck, "check", lambda *_, found=found: choice.Verdict(found, "timed", 1.0))
+        assert takes_kernels() == taken
     monkeypatch.setattr(choice, "_verdicts", {})
     shared.clear()
-    with pytest.raises(RuntimeError, match=r"the first process has not said.*PALLAS_KERNELS"):
+    with pytest.raises(RuntimeError, match=r"the first process has not said.*kernel_policy"):
         takes_kernels()
+
+
+def test_real_processes_with_other_clocks_and_other_environments_choose_alike(tmp_path):
+    script = f"""
+import os
+from pallas_kernels import choice, selfcheck
+choice.probe = lambda: choice.Probe("a GPU of the tests", "1.0")
+selfcheck.check = lambda variant, device: choice.Verdict(RANK == 0, "timed", 0.9 + RANK)
+os.environ["PALLAS_KERNELS_CACHE"] = {str(tmp_path)!r} + f"/{{RANK}}.json"
+first = choice.takes_kernel("one")
+os.environ["PALLAS_KERNELS"] = "auto" if RANK == 0 else "never"
+choice.prefer_kernels(None)
+print("chose", first, choice.takes_kernel("two"), os.path.exists(os.environ["PALLAS_KERNELS_CACHE"]))
+"""
+    (first, said), (second, heard) = finish(start(script, 2, 1))
+    assert (first, second) == (0, 0), said + heard
+    assert "chose True True True" in said
+    assert "chose True True False" in heard  # the first process alone checks, and keeps what it found
+
+
+@pytest.mark.parametrize(("first", "other"), [("never", "always"), ("always", "never"), ("never", "auto")])
+def test_an_environment_that_differs_from_the_first_process_gives_way_with_a_notice(
+    first, other, job, checks, monkeypatch
+):
+    _, become = job
+    become(0)
+    monkeypatch.setenv(choice.VARIABLE, first)
+    assert takes_kernels() == (first == "always")
+    become(1)
+    monkeypatch.setenv(choice.VARIABLE, other)
+    with pytest.warns(pk.KernelNotice, match=f"process 1 has kernels '{other}'.*the first process '{first}'"):
+        assert takes_kernels() == (first == "always")
+    with pk.kernel_policy(other if other != "auto" else "always"):  # the program's own word is the same everywhere
+        assert takes_kernels() == (other != "never")
+    assert not checks
 
 
 def test_policies_of_environment_process_and_configuration_force_or_forbid(checks, monkeypatch):

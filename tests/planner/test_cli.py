@@ -108,8 +108,10 @@ def test_people_get_tables_and_a_recommendation(here, capsys):
 
 @pytest.mark.aot
 def test_a_compiled_plan_shows_prediction_and_program_side_by_side(here, capsys):
-    status, out, _ = run(capsys, "planned_model:four", "--nodes", "1", "--gpus-per-node", "2")
+    status, out, _ = run(capsys, "planned_model:four", "--nodes", "1", "--gpus-per-node", "2", "--trace", "step.json")
     assert status == 0
+    assert "The trace of stage 3: step.json" in out
+    assert json.loads((here / "step.json").read_text())["traceEvents"]
     for wanted in (
         "arguments, predicted",
         "arguments, compiled",
@@ -138,6 +140,7 @@ def test_a_compiled_plan_shows_prediction_and_program_side_by_side(here, capsys)
         (["planned_model:four", "--sequence-length", "8"], "built-in models"),
         (["planned_model:four", "--stage", "1", "--quantize-weights", "int8"], "gathered only at stage 3"),
         (["planned_model:four", "--quantize-gradients", "int3"], "int3"),
+        (["planned_model:four", "--global-batch", "8"], "--global-batch is for --fastest"),
         (["planned_model:four", "--bandwidth", "fast"], "bandwidth 'fast'"),
         (["planned_model:four", "--plot", "absent/plan.png"], "does not exist"),
     ],

@@ -7,9 +7,11 @@ from pathlib import Path
 import jax
 import pytest
 
+import pallas_kernels
 import zerojax
 from zerojax.planner import bandwidths, doctor
 from zerojax.planner.cli import main
+from zerojax.planner.gpus import load_target
 
 sys.path.append(str(Path(__file__).parents[1] / "hosts"))
 from processes import finish, start
@@ -24,13 +26,15 @@ def test_as_json_it_holds_what_was_measured_and_what_is_not_known_here(capsys):
     assert [(r["axis"], r["kind"]) for r in found["collectives"]] == [("local", kind) for kind in bandwidths.KINDS]
     assert all(r["is_right"] and r["bytes_per_second"] > 0 and r["size"] == 4096 for r in found["collectives"])
     assert found["copy"] > 0
+    assert set(found["host"]) == {"to_host", "to_device"}
+    assert all(rate > 0 for rate in found["host"].values())
     unknown = "\n".join(found["unknown"])
     for word in ("simulated devices", "over 'node'", "no GPU here to check", "give --target"):
         assert word in unknown
     assert found["plan"] is None
 
 
-def test_in_words_it_plans_with_the_measured_bandwidths_for_a_target(capsys, monkeypatch):
+def test_in_words_it_plans_with_the_measured_bandwidths_for_a_target(capsys, monkeypatch, tmp_path):
     rates = [
         bandwidths.Rate(kind, axis, 1, 1.0, rate, True)
         for kind in bandwidths.KINDS
@@ -41,13 +45,34 @@ def test_in_words_it_plans_with_the_measured_bandwidths_for_a_target(capsys, mon
     planned = []
     real = doctor.plan_workload
     monkeypatch.setattr(doctor, "plan_workload", lambda *args, **how: planned.append(how) or real(*args, **how))
-    assert main(["doctor", "gpt:18b", "--target", "h100"]) == 0
+    file = tmp_path / "measured.toml"
+    assert main(["doctor", "gpt:18b", "--target", "h100", "--save-target", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "Mesh       node 2 x local 4" in printed
     assert "Plan       gpt:18b on NVIDIA H100" in printed
     assert "qwZ: do" in printed
     # Four devices of a node receive at once.
     assert (planned[0]["bandwidth"], planned[0]["target"].link_bandwidth) == (4e9, 3e11)
+    # The command that it names plans the same machine.
+    (command,) = (line for line in printed.splitlines() if "zerojax plan" in line)
+    assert f"--nodes 2 --gpus-per-node 4 --recommend --target {file} --bandwidth 4GB/s" in command
+    assert load_target(file) == planned[0]["target"]
+
+
+def test_kernels_are_told_with_their_share_of_a_copy(monkeypatch):
+    rates = {"takes_kernel": True, "reason": "equal to the reference, 0.50 of the time of XLA's program"}
+    found = pallas_kernels.choice.Verdict(**rates, ratio=0.5, bytes_per_second=1.5e12)
+    monkeypatch.setattr(doctor.pallas_kernels, "verdict", lambda variant: found)
+    unknown = []
+    kernels = doctor._kernels(2e12, unknown)
+    assert unknown == []
+    assert {one["of_a_copy"] for one in kernels.values()} == {0.75}
+    record = {
+        "software": {}, "devices": {"kinds": {}, "processes": 1, "in_each_process": 1}, "copy": 2e12, "host": None,
+        "mesh": {"axes": {}, "why": ""}, "memory": {"host_free": None, "pinned": False, "device": None},
+        "collectives": [], "kernels": kernels, "plan": None, "problems": [], "unknown": [],
+    }  # fmt: skip
+    assert "0.50 of the time of XLA's program, 1500 GB/s, 75% of a copy" in doctor.in_words(record)
 
 
 @pytest.mark.parametrize("kind", bandwidths.KINDS)
@@ -91,7 +116,12 @@ def test_a_driver_that_is_too_old_or_unused_is_a_problem(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["nonsense"], "MODULE:FUNCTION"), (["--sizes", "1MB"], "1MB"), (["--target", "v100"], "unknown GPU 'v100'")],
+    [
+        (["--save-target", "absent/x.toml"], "the folder does not exist"),
+        (["nonsense"], "MODULE:FUNCTION"),
+        (["--sizes", "1MB"], "1MB"),
+        (["--target", "v100"], "unknown GPU 'v100'"),
+    ],
 )
 def test_what_is_asked_wrongly_is_one_line(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "measure_mesh", lambda mesh, sizes: [])

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
+from step_memory import planned_and_used
 
 import zerojax
 from zerojax.hlo.program import memory_figures
@@ -180,3 +181,13 @@ def test_an_optimizer_of_another_layout_or_hidden_in_a_chain_is_refused():
         model_state_bytes(layout, zerojax.zero(optax.adam(1e-3), other))
     with pytest.raises(ValueError, match="must be outermost"):
         model_state_bytes(layout, optax.chain(optax.clip(1.0), zerojax.zero(optax.adam(1e-3), layout)))
+
+
+@pytest.mark.aot
+@pytest.mark.needs_cuda_plugin
+def test_the_step_whose_peak_a_gpu_is_asked_for_runs_and_is_planned():
+    found = planned_and_used(256, 2, 8, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert found["peak"] is None  # a CPU does not say
+    assert found["loss"] > 0
+    assert found["state"] == pytest.approx(3 * 4 * 2 * 256 * 256 / 2, rel=0.01)
+    assert found["planned"] > found["state"] + found["code"]

@@ -159,6 +159,8 @@ def test_on_a_slow_network_the_plan_says_what_the_techniques_make_of_a_step(comp
     best = min(steps, key=steps.get)
     assert f"at 12.5 GB/s into a node a step of stage 3 takes {steps['stage 3']:.3g} s" in found.recommendation
     assert f"of {best} {steps[best]:.3g} s" in found.recommendation
+    assert "loss of a small model differed by" in found.recommendation
+    assert "--trace step.json" in found.recommendation
 
 
 def test_techniques_break_even_where_both_programs_take_as_long(compared):
@@ -261,3 +263,31 @@ def test_the_fastest_way_is_at_a_microbatch_that_fits_and_beats_one_example():
     assert found[0].examples > 1
     assert found[0].rate > alone.speed.examples_per_second
     assert f"{found[0].examples} examples per device" in str(found[0])
+
+
+@pytest.mark.aot
+def test_a_batch_of_given_size_is_cut_into_the_largest_microbatches_that_fit():
+    loss, params, batch, tx = stack_workload()
+    small = dataclasses.replace(load_target("h100"), memory_bytes=150_000_000)
+    options = {"target": small, "num_nodes": 1, "usable": 1.0}
+    found = find_fastest(Workload(loss, params, batch, tx), [ZeroConfig(stage=3)], global_batch=8 * 96, **options)
+    assert found
+    assert {one.examples * one.microbatches for one in found} == {96}
+    assert all(one.plan.memory.fits for one in found)
+    assert 1 < found[0].examples < 96  # there is no room for all of them at once
+    assert f"x {found[0].microbatches} microbatches" in str(found[0])
+    with pytest.raises(ValueError, match="global_batch=9: a positive multiple of 8"):
+        find_fastest(Workload(loss, params, batch, tx), [ZeroConfig()], global_batch=9, **options)
+
+
+@pytest.mark.aot
+def test_more_microbatches_are_tried_where_the_batch_is_free():
+    loss, params, batch, tx = stack_workload()
+    found = find_fastest(
+        Workload(loss, params, batch, tx), [ZeroConfig(stage=3)], microbatches=3, num_nodes=1, usable=1.0,
+        target=dataclasses.replace(load_target("h100"), memory_bytes=150_000_000),
+    )  # fmt: skip
+    assert sorted(one.microbatches for one in found) == [1, 3]
+    one, three = sorted(found, key=lambda candidate: candidate.microbatches)
+    # The gathers and reductions of each microbatch, and one update: between one and three times the step of one.
+    assert one.plan.time.step < three.plan.time.step < 3.3 * one.plan.time.step * three.examples / one.examples

@@ -4,9 +4,11 @@ import dataclasses
 import json
 
 import pytest
+from programs import build
 
 from zerojax.hlo.program import read_program
-from zerojax.planner.replay import replay
+from zerojax.planner.gpus import load_target
+from zerojax.planner.replay import replay, replay_text
 from zerojax.planner.time import Links
 from zerojax.planner.trace import layer_windows, write_trace
 
@@ -225,7 +227,76 @@ BRANCHES = """%slow (p: f32[1000,1000]) -> f32[1000,1000] {
 
 
 def test_of_branches_the_slowest_counts():
-    line = (
-        "ROOT %c = f32[1000,1000]{1,0} conditional(%n, %x, %x), branch_computations={%quick, %slow}"
-    )
+    line = "ROOT %c = f32[1000,1000]{1,0} conditional(%n, %x, %x), branch_computations={%quick, %slow}"
     assert replay(program("%n = s32[] constant(0)", line, extra=BRANCHES), LINKS).seconds == pytest.approx(2)
+
+
+def test_a_text_is_replayed_with_the_adapters_of_the_gpus_of_a_node():
+    text, target = build.text_of("layers.jax-0.12.0.1"), load_target("h100")
+    seconds = {
+        bandwidth: replay_text(text, {"node": 2, "local": 8}, target, bandwidth=bandwidth).seconds
+        for bandwidth in (None, "400GB/s", "200GB/s")
+    }
+    assert seconds[None] == seconds["400GB/s"] < seconds["200GB/s"]  # eight adapters of 400 Gbit/s
+    one_node = replay_text(text, {"node": 2, "local": 8}, target, node_axes=())
+    assert one_node.busy["between"] == 0 < one_node.busy["inside"]
+    # Half the peak takes twice as long for the products, and no less for anything else.
+    faster = replay_text(text, {"node": 2, "local": 8}, target, efficiency=1.0)
+    slower = replay_text(text, {"node": 2, "local": 8}, target, efficiency=0.5)
+    assert faster.busy["compute"] < slower.busy["compute"] <= 2 * faster.busy["compute"]
+
+
+def test_copies_to_and_from_the_host_take_its_link_one_after_the_other_beside_compute():
+    # 1 MB out and 1 MB in over 0.25 MB/s: 4 s each, and of the second what 2 s of a product do not hide.
+    slow = dataclasses.replace(LINKS, host_bandwidth=0.25e6)
+    found = replay(
+        program(
+            "%out = (f32[250000]{0:S(5)}, f32[250000]{0}, u32[]) copy-start(%s)",
+            dot("y"),
+            "%kept = f32[250000]{0:S(5)} copy-done(%out)",
+            "%in = (f32[250000]{0}, f32[250000]{0:S(5)}, u32[]) copy-start(%kept)",
+            dot("z", "%y"),
+            "%back = f32[250000]{0} copy-done(%in)",
+            "ROOT %r = f32[1000,1000]{1,0} add(%z, %z)",
+        ),
+        slow,
+        record=True,
+    )
+    assert found.busy["host"] == pytest.approx(8)
+    assert found.seconds == pytest.approx(4 + 4 + 12 / 6)
+    assert found.exposed == pytest.approx(2 + 2)
+    assert found.hidden_share == 1  # there is no collective
+    copies = [(event.begin, event.end, event.num_bytes) for event in found.events if event.lane == "host"]
+    assert copies == [(0, pytest.approx(4), 10**6), (pytest.approx(4), pytest.approx(8), 10**6)]
+
+
+def test_a_loop_that_offloads_copies_slices_and_not_the_whole_stack():
+    stack, part = "f32[100,10000]{1,0:S(5)}", "f32[1,10000]{1,0}"
+    update = (
+        f"%put (a: f32[100,10000], b: f32[1,10000], c: s32[]) -> f32[100,10000] {{\n"
+        f"  %a = {stack} parameter(0)\n  %b = {part} parameter(1)\n  %c = s32[] parameter(2)\n"
+        f"  ROOT %u = {stack} dynamic-update-slice(%a, %b, %c, %c)\n}}\n"
+    )
+    found = replay(
+        program(
+            f'%h = {stack} custom-call(), custom_call_target="AllocateBuffer"',
+            f"%p = {part} slice(%s), slice={{[0:10000]}}",
+            "%i = s32[] constant(3)",
+            f"%w = {stack} fusion(%h, %p, %i), kind=kLoop, calls=%put",
+            "ROOT %r = f32[1000,1000]{1,0} copy(%x)",
+            extra=update,
+        ),
+        dataclasses.replace(LINKS, host_bandwidth=1e4),
+    )
+    assert found.busy["host"] == pytest.approx(4)  # 40 kB
+
+
+def test_products_beside_a_collective_lose_the_multiprocessors_that_it_takes():
+    lines = (gather("g", LOCAL), dot("y"), done("d", "g"), dot("z", "%y"), "ROOT %r = f32[1000,1000]{1,0} copy(%z)")
+    whole = dataclasses.replace(LINKS, core_count=0)
+    plain = replay(program(*lines), whole)
+    # The gather takes 1.25 s, in which products run at three quarters: the first takes 1.25 + (2 - 0.9375) s.
+    found = replay(program(*lines), dataclasses.replace(whole, core_count=4, collective_cores=1, flops=2e9))
+    alone = replay(program(*lines), dataclasses.replace(whole, core_count=4))
+    assert found.seconds - alone.seconds == pytest.approx(1.25 - 0.75 * 1.25)
+    assert plain.seconds > 4

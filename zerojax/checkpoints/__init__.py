@@ -15,6 +15,7 @@ test_step_folder.py):
 | two jobs on one folder | the one that started first ends | of_two_jobs_that_save_into_one_folder |
 | run not resumed, or from an older step | what is newer is kept aside | a_run_that_does_not_go_on |
 | links, read-only folder | followed; reading writes nothing | links_are_followed, restoring_writes_nothing |
+| killed on an object store (gs://) | as on a disk, without renaming | tests/checkpoints/test_object_store.py |
 | file lost or cut | one error that names the array and the complete steps | a_damaged_step_is_one_short_error |
 | flipped bit | one error: the checksum of the leaf | no_flipped_bit_comes_back |
 | damaged latest step | the manager takes the one before and says so | a_damaged_latest_step_falls_back |

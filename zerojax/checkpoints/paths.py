@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from zerojax.checkpoints.folders import COMMIT, is_complete, is_of_objects, move, remove
 from zerojax.hosts.agreement import agree
 
 _METADATA = "_CHECKPOINT_METADATA"
@@ -91,16 +92,16 @@ def steps_in(folder: Any) -> list[int]:
 
 def actual(target: Any) -> Any:
     """The folder itself, or where it lies while it takes the place of an older one."""
-    if not target.exists():
+    if not target.exists() or not is_complete(target):
         for suffix in (_NEW, _OLD):
-            if (other := target.parent / (target.name + suffix)).exists():
+            if (other := target.parent / (target.name + suffix)).exists() and is_complete(other):
                 return other
     return target
 
 
 def is_checkpoint(folder: Any) -> bool:
     """Whether the folder is one checkpoint, of whatever writer."""
-    return (folder / _METADATA).exists()
+    return (folder / _METADATA).exists() and is_complete(folder)
 
 
 def find(path: Any, step: int | None) -> Any:
@@ -129,6 +130,8 @@ def read_about(target: Any) -> dict[str, Any]:
     file = target / _METADATA
     if not file.exists():
         raise DamagedCheckpoint(f"{target} is damaged: it lacks {_METADATA}. {remedy(target)}")
+    if not is_complete(target):
+        raise DamagedCheckpoint(f"{target} was not written to its end: it lacks {COMMIT}. {remedy(target)}")
     try:
         text = file.read_text()
         about = (json.loads(text).get("custom_metadata") or {}).get("zerojax")
@@ -173,6 +176,9 @@ def check_place(target: Any, overwrite: bool) -> str:
         steps = steps_in(there)
         what = f"holds steps {_listed(steps)}; pass step=" if steps else "is not a checkpoint; choose another folder"
         raise ValueError(f"save: {there} {what}. overwrite=True replaces a checkpoint and nothing else: {names[0]}")
+    if not is_complete(there):  # what a killed save left
+        remove(there)
+        return "free"
     if not overwrite:
         raise ValueError(f"save: {there} exists; pass overwrite=True to replace it, or another step")
     return "ours"
@@ -183,6 +189,8 @@ def _is_ours(folder: Any) -> bool:
     names = [child.name for child in folder.iterdir()]
     if not names or not all(_OWN.fullmatch(name) for name in names):
         return False
+    if not is_complete(folder):
+        return _METADATA in names
     try:
         read_about(folder)
     except DamagedCheckpoint:
@@ -202,16 +210,17 @@ def prepare_place(target: Any, situation: str) -> None:
     if situation != "ours":
         return
     if (there := actual(target)) != target:  # of an interrupted replacement: give it its name
-        there.rename(target)
+        move(there, target)
     for suffix in (_NEW, _OLD):
         remove(target.parent / (target.name + suffix))
 
 
 def take_place(target: Any) -> None:
     """Renames the written checkpoint over the old one, then deletes the old one (one process)."""
-    old = target.parent / (target.name + _OLD)
-    target.rename(old)
-    (target.parent / (target.name + _NEW)).rename(target)
+    new, old = (target.parent / (target.name + suffix) for suffix in (_NEW, _OLD))
+    if not is_of_objects(target):
+        target.rename(old)
+    move(new, target)
     remove(old)
 
 
@@ -226,40 +235,19 @@ def remove_unfinished(folder: Any, name: str | None = None) -> list[str]:
     for child in folder.iterdir() if folder.is_dir() else ():
         own, found, _ = child.name.partition(".orbax-checkpoint-tmp")
         base = re.sub(f"({re.escape(_NEW)}|{re.escape(_OLD)})$", "", own)
-        superseded = child.name.endswith((_NEW, _OLD)) and (folder / base).exists()
-        if (found or superseded) and (base == name if name is not None else base.isdigit()):
+        named = folder / base
+        superseded = child.name.endswith((_NEW, _OLD)) and named.exists() and is_complete(named)
+        unfinished = not found and child.is_dir() and not is_complete(child) and _is_ours(child)
+        if (found or superseded or unfinished) and (base == name if name is not None else base.isdigit()):
             remove(child)
             removed.append(child.name)
     return removed
 
 
-def remove(folder: Any) -> None:
-    """Deletes a folder if it is there, though threads of a save that failed may still write into it."""
-    for attempt in range(5):
-        try:
-            if os.path.islink(folder):
-                os.unlink(folder)
-            elif folder.exists():
-                folder.rmtree(missing_ok=True)
-            return
-        except OSError:
-            if attempt == 4:
-                raise
-            time.sleep(0.1)
-
-
-def discard(folder: Any) -> None:
-    """Deletes a step under another name: killed in between, no half of it is left that looks like a step."""
-    if "://" not in str(folder):  # an object store would copy it first
-        remove(aside := folder.parent / f"{folder.name}.orbax-checkpoint-tmp.deleted")
-        folder = folder.rename(aside)
-    remove(folder)
-
-
 def move_aside(folder: Any) -> None:
     """Gives a step a name under which nothing takes it for one."""
     names = (f"{folder.name}.aside{number or ''}" for number in itertools.count())
-    actual(folder).rename(next(aside for name in names if not (aside := folder.parent / name).exists()))
+    move(actual(folder), next(aside for name in names if not (aside := folder.parent / name).exists()))
 
 
 def _listed(steps: list[int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from zerojax.checkpoints import paths
+from zerojax.checkpoints import folders, paths
 from zerojax.checkpoints.writing import JOB
 from zerojax.layout.notices import ZeroNotice
 
@@ -51,8 +51,8 @@ class StepFolder:
         """
         there = set(paths.steps_in(self._directory))
         if number in self.damaged & there:
-            paths.remove(aside := self._directory / f"{number}.damaged")
-            paths.actual(self._directory / str(number)).rename(aside)
+            folders.remove(aside := self._directory / f"{number}.damaged")
+            folders.move(paths.actual(self._directory / str(number)), aside)
             there.discard(number)
         self.damaged.discard(number)
         if self._known is None:
@@ -105,7 +105,7 @@ class StepFolder:
             kept |= {min(scored, key=lambda s: (scored[s], s))} if scored else set()
         for step in steps:
             if step not in kept:
-                paths.discard(self._directory / str(step))
+                folders.discard(self._directory / str(step))
 
     def _metric(self, step: int, name: str) -> float | None:
         try:

@@ -152,7 +152,7 @@ def gather_linearly(shard: jax.Array, placement: Placement, other_axes: tuple[st
     def move(x: jax.Array) -> jax.Array:
         assert placement.dim is not None
         for axis in placement.axes:
-            x = lax.allgather_over(x, axis, axis=placement.dim, tiled=True)
+            x = lax.all_gather(x, axis, axis=placement.dim, tiled=True)
         return x
 
     return unpad(within_other_axes(move, placement, other_axes)(shard), placement)

@@ -19,7 +19,7 @@ import jax
 
 from zerojax.hlo.collective import Collective, Traffic
 from zerojax.hlo.steps import Step, all_collectives, program_steps, total_flops
-from zerojax.hlo.text import hlo_dtype, parse_module
+from zerojax.hlo.text import Module, hlo_dtype, parse_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,7 @@ class CompiledProgram:
         num_devices: devices the program runs on.
         matmul_flops: FLOP of one device per call in matrix products and convolutions; all branches count.
         steps: kernels, collectives and loops in the order in which a device comes to them.
+        module: the text as read.
 
     >>> program = read_program(jax.jit(lambda x: 2 * x).lower(jax.ShapeDtypeStruct((8,), "float32")).compile())
     >>> program.select("all-gather"), program.received_bytes()
@@ -76,6 +77,7 @@ class CompiledProgram:
     num_devices: int
     matmul_flops: int
     steps: tuple[Step, ...] = dataclasses.field(repr=False)
+    module: Module = dataclasses.field(repr=False, compare=False)
 
     def select(
         self,
@@ -182,7 +184,7 @@ def read_program(
     steps = program_steps(module, tuple(shape.items()), nodes)
     collectives = tuple(all_collectives(steps))
     memory = None if isinstance(program, str) else memory_figures(program)
-    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, total_flops(steps), steps)
+    return CompiledProgram(collectives, memory, shape, nodes, module.num_devices, total_flops(steps), steps, module)
 
 
 def memory_figures(compiled: jax.stages.Compiled) -> MemoryFigures | None:

@@ -29,6 +29,7 @@ from zerojax.hlo.text import ArrayShape, Computation, Instruction, Module
 _CONTRACTING = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
 _BATCH = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
 _KERNEL_LABELS = re.compile(r"dim_labels=\w+?_(\w+)->")
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'  # writes nothing
 _VIEWS = ("bitcast", "reshape")
 _SLICES = ("slice", "dynamic-slice")
 
@@ -62,6 +63,7 @@ class Kernel:
         products: matrix products in it.
         num_bytes: bytes read from and written to device memory.
         asynchronous: whether the program goes on beside it until it is awaited (started copies and slices).
+        host_bytes: bytes that pass between the device and host memory, which are not among `num_bytes`.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Kernel:
     products: tuple[Product, ...]
     num_bytes: int
     asynchronous: bool = False
+    host_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -129,7 +132,7 @@ def program_steps(
 
     def steps_of(visit: Visit) -> Iterator[Step]:
         line, computation = visit.instruction, visit.computation
-        if line.opcode in NO_KERNEL:
+        if line.opcode in NO_KERNEL or _ALLOCATES in line.attributes:
             return
         called = {
             key: [module.computations[name] for name in names if name in module.computations]
@@ -221,11 +224,15 @@ def kernel_of(module: Module, computation: Computation, line: Instruction) -> Ke
     if line.opcode in ("fusion", "fusion-start") and len(inner) == 1:
         fused = inner[0]
         products = tuple(product_of(fused, one) for one in fused.instructions if multiplies(one))
-        num_bytes = _fusion_bytes(fused)
+        num_bytes, host_bytes = _fusion_bytes(fused)
     else:
         products = (product_of(computation, line),) if multiplies(line) else ()
-        num_bytes = _plain_bytes(computation, line)
-    return Kernel(line.name, line.op_name, tuple(p for p in products if p.flops), num_bytes, asynchronous)
+        num_bytes, host_bytes = _plain_bytes(computation, line), 0
+        operands = [computation.by_name[name] for name in line.operands if name in computation.by_name]
+        if any(shape.on_host for one in (line, *operands) for shape in one.shapes):
+            # Read on one side and written on the other; an update or a slice of what lies on the host alone, too.
+            num_bytes = host_bytes = num_bytes // 2
+    return Kernel(line.name, line.op_name, tuple(p for p in products if p.flops), num_bytes, asynchronous, host_bytes)
 
 
 def product_of(computation: Computation, line: Instruction) -> Product:
@@ -280,16 +287,25 @@ def _plain_bytes(computation: Computation, line: Instruction) -> int:
     return sum(read) + line.num_bytes
 
 
-def _fusion_bytes(fused: Computation) -> int:
-    """Bytes that a fusion reads of its parameters and writes of its results."""
+def _fusion_bytes(fused: Computation) -> tuple[int, int]:
+    """Bytes that a fusion reads of its parameters and writes of its results: in device memory, and in the host's."""
     users: dict[str, list[Instruction]] = {}
     for line in fused.instructions:
         for name in line.operands:
             users.setdefault(name, []).append(line)
-    read = sum(min(line.num_bytes, _read_of(line, users)) for line in fused.instructions if line.opcode == "parameter")
+    moved = {False: 0, True: 0}
+    for line in fused.instructions:
+        if line.opcode == "parameter":
+            moved[_is_on_host(line)] += min(line.num_bytes, _read_of(line, users))
     root = fused.root
     results = [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return read + sum(_written(fused, line) for line in results)
+    for line in results:
+        moved[_is_on_host(line)] += _written(fused, line)
+    return moved[False], moved[True]
+
+
+def _is_on_host(line: Instruction) -> bool:
+    return any(shape.on_host for shape in line.shapes)
 
 
 def _read_of(line: Instruction, users: Mapping[str, list[Instruction]]) -> int:

@@ -20,7 +20,8 @@ import numpy as np
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=?]*)\]")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=?]*)\](\{[^{}]*\})?")
+_HOST_MEMORY = "S(5)"
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"\b(to_apply|calls|body|condition|true_computation|false_computation|branch_computations|called_computations|"
@@ -31,10 +32,17 @@ _BITS = re.compile(r"(?:bf|[a-z])(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShape:
-    """One array of an instruction's result: HLO element type ("bf16", "s8", ..) and dimensions."""
+    """One array of an instruction's result.
+
+    Attributes:
+        dtype: HLO element type: "bf16", "s8", ..
+        dims: sizes.
+        on_host: whether it lies in host memory.
+    """
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -190,8 +198,8 @@ def _closing(text: str, start: int) -> int:
 def parse_shape(text: str) -> tuple[ArrayShape, ...]:
     """Arrays of a printed shape, tuples flattened: `(bf16[8,4]{1,0}, u32[])` gives two."""
     return tuple(
-        ArrayShape(dtype, tuple(int(re.sub(r"\D", "", dim)) for dim in dims.split(",") if dim))
-        for dtype, dims in _ARRAY.findall(text)
+        ArrayShape(dtype, tuple(int(re.sub(r"\D", "", dim)) for dim in dims.split(",") if dim), _HOST_MEMORY in layout)
+        for dtype, dims, layout in _ARRAY.findall(text)
         if dtype not in ("token", "opaque")
     )
 

@@ -226,7 +226,7 @@ def network_advice(plans: Sequence[ConfigPlan], links: Links) -> str:
     )
     if best.config.quantize_weights or best.config.quantize_gradients:
         text += f"; the loss of a small model differed by {LOSS_GAP} (examples/convergence_study.py)"
-    return text
+    return f"{text}; --trace step.json writes what waits for what in the recommended step"
 
 
 def _complexity(config: ZeroConfig) -> tuple[int, int]:

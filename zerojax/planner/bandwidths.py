@@ -1,4 +1,4 @@
-"""What the machines at hand move: bytes per second of each collective over each axis of a mesh, and of a device copy.
+"""What the machines at hand move: bytes per second of each collective over each axis of a mesh, and to the host.
 
 A collective is timed as the training step uses it, all groups of the axis at once: over "node" all devices of a node
 share its network. Values are checked: sums of small integers are exact in float32. Every process of a job measures the
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, Sharding, SingleDeviceSharding
 
 ROUNDS = 5
 _PERIOD = 251
@@ -107,10 +107,29 @@ def measure_collective(mesh: Mesh, axis: str, kind: str, size: int) -> Rate:
     return Rate(kind, axis, 4 * length, seconds, received / seconds, wrong == 0)
 
 
-def measure_copy(size: int) -> float:
-    """Bytes per second that the first device of this process reads and writes together, in a copy of ``size`` bytes."""
-    x = jax.device_put(jnp.zeros(max(1, size // 4), jnp.float32), jax.local_devices()[0])
-    return 2 * x.nbytes / min(_rounds(jax.jit(lambda x: x + 1), x))
+def measure_host(size: int) -> dict[str, float] | None:
+    """Bytes per second between the first device of this process and pinned host memory; None where there is none.
+
+    Args:
+        size: bytes of the array that is copied there and back.
+
+    Returns:
+        By direction: "to_host", "to_device".
+    """
+    device = jax.local_devices()[0]
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        return None
+    here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in (None, "pinned_host"))
+    x = jax.device_put(jnp.zeros(max(1, size // 4), jnp.float32), here)
+    kept = jax.device_put(x, there)
+    directions = {"to_host": (there, x), "to_device": (here, kept)}
+    return {
+        name: x.nbytes / min(_rounds(functools.partial(_put, to), given)) for name, (to, given) in directions.items()
+    }
+
+
+def _put(to: Sharding, x: jax.Array) -> jax.Array:
+    return jax.device_put(x, to)
 
 
 def _rounds(function: Callable[..., jax.Array], given: jax.Array) -> Iterator[float]:

@@ -18,9 +18,10 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,9 +42,19 @@ _MOST_CANDIDATES = 3
 _MISSING_MATPLOTLIB = "--plot needs matplotlib: pip install matplotlib"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    options = _parser().parse_args(argv)
+class Command(NamedTuple):
+    """A command of another folder: what `--help` says of it, and its own command line."""
+
+    summary: str
+    run: Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str] | None = None, others: Mapping[str, Command] = MappingProxyType({})) -> int:
+    """Runs the command line, with commands of other folders beside the planner's; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in others:
+        return others[argv[0]].run(argv[1:])
+    options = _parser(others).parse_args(argv)
     if options.command == "doctor":
         try:
             return doctor.run(options, _maker(options))
@@ -66,6 +77,8 @@ def _run(options: argparse.Namespace) -> int:
     for option, path in (("--plot", options.plot), ("--trace", options.trace)):
         if path and not Path(path).parent.is_dir():
             raise ValueError(f"{option} {path}: the folder does not exist")
+    if options.global_batch is not None and not options.fastest:
+        raise ValueError("--global-batch is for --fastest; else give --examples-per-device and --microbatches")
     for option, wanted in (("--trace", options.trace), ("--fastest", options.fastest)):
         if wanted and options.no_compile:
             raise ValueError(f"{option} is of compiled programs: leave out --no-compile")
@@ -87,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
         if options.fastest:
             takes = "checkpointing" in inspect.signature(make).parameters
             makes = (lambda checkpointing: make(checkpointing=checkpointing)) if takes else workload
-            fastest = find_fastest(makes, configs, **given)
+            fastest = find_fastest(makes, configs, global_batch=options.global_batch, **given)
     _show(plan, options, fastest)
     if not plan.fits:
         print(f"zerojax plan: {plan.recommendation}", file=sys.stderr)
@@ -95,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO for JAX")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser(
@@ -119,9 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--fastest",
         action="store_true",
-        help="try each configuration at its largest microbatch, with and without activation checkpointing (where "
-        "FUNCTION takes checkpointing=True), and show the best three in tokens per second; several compiles each",
+        help="try each configuration at its largest microbatch, with one and with --microbatches of them, with and "
+        "without activation checkpointing (where FUNCTION takes checkpointing=True), and show the best three in tokens "
+        "per second; several compiles each",
     )
+    add("--global-batch", type=int, help="with --fastest: examples of a step on all devices, cut into microbatches")
     add("--bandwidth", help="into a node, from all others together: 400GB/s, 3200Gbit/s (default: 50 GB/s per GPU)")
     add("--efficiency", type=float, help="share of the peak FLOP/s that large products reach (default: the GPU's)")
     add("--examples-per-device", type=int, help="in a device's microbatch (default: the function's batch; 1 for gpt)")
@@ -137,6 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     examine = commands.add_parser("doctor", help="what the machines at hand move, and which techniques pay on them")
     doctor.add_arguments(examine)
     examine.set_defaults(sequence_length=None, examples_per_device=None)
+    for name, command in others.items():
+        commands.add_parser(name, help=command.summary)
     return parser
 
 
@@ -212,8 +229,15 @@ def _as_workload(found: Any, name: str) -> Workload:
 
 def _show(plan: Plan, options: argparse.Namespace, fastest: Sequence[Candidate]) -> None:
     best = [str(candidate) for candidate in fastest[:_MOST_CANDIDATES]]
+    shown, traced = plan.shown, ""
+    if options.trace and shown is not None:
+        traced = next(one.name for one in plan.configs if one.replays is shown)
     if options.json:
-        found = {**plan.to_dict(), **({"fastest": best} if options.fastest else {})}
+        found = plan.to_dict()
+        if options.fastest:
+            found["fastest"] = best
+        if options.trace:
+            found["trace"] = {"file": options.trace, "of": traced}
         print(json.dumps(found, indent=2, allow_nan=False))
     else:
         from rich.console import Console
@@ -223,7 +247,8 @@ def _show(plan: Plan, options: argparse.Namespace, fastest: Sequence[Candidate])
         print_plan(plan, Console())
         for number, text in enumerate(best, 1):
             print(f"{'The fastest' if number == 1 else f'{number}.'}: {text}")
-    shown = plan.shown
+        if traced:
+            print(f"The trace of {traced}: {options.trace} (opens at ui.perfetto.dev)")
     replay = shown.recorded() if shown is not None and (options.plot or options.trace) else None
     names = shown.names if shown is not None else {}
     if options.plot:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from zerojax.config import ZeroConfig
 from zerojax.hlo.collective import Traffic
+from zerojax.hlo.liveness import memory_within
 from zerojax.hlo.program import CompiledProgram
 from zerojax.layout.layout import Layout
 from zerojax.layout.notices import ZeroNotice, notices
@@ -25,6 +26,7 @@ from zerojax.planner.advice import config_name
 from zerojax.planner.compile import SPAN, compile_step, line_through, lower_step, overlap_limit
 from zerojax.planner.memory import offloaded_arguments, padding_notice, plan_memory, replicated_leaves
 from zerojax.planner.records import ConfigPlan, Largest, Memory
+from zerojax.planner.replay import FUSED
 from zerojax.planner.speed import Replays, replayed_time, speed_of
 from zerojax.planner.time import Links, step_time
 from zerojax.planner.traffic import explain_traffic, predict_traffic, predicted_streams, program_streams
@@ -39,13 +41,21 @@ _ROOM = 64
 
 
 class _Compiled(NamedTuple):
-    """A step after the compiler: the program or the reason why there is none, the seconds it took, and the bytes of its
-    arguments in host memory."""
+    """A step after the compiler.
+
+    Attributes:
+        program: None where the compiler refused it.
+        error: why.
+        seconds: of tracing and compiling.
+        host: bytes of its arguments in host memory.
+        within: bytes of temporaries that only the operations of a fused kernel write and read.
+    """
 
     program: CompiledProgram | None
     error: str
     seconds: float
     host: int
+    within: int = 0
 
 
 class _Started(NamedTuple):
@@ -74,6 +84,7 @@ class ConfigPlanner:
         uses: how the loss uses each leaf, from `zerojax.gather.uses`.
         flops: FLOP of one device's microbatch in the traced loss, recomputation too.
         model_flops: the same without recomputation.
+        fused: scopes of the loss that stand for a fused kernel.
         replays: of the compiled configurations.
     """
 
@@ -87,7 +98,8 @@ class ConfigPlanner:
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
         self.replays: dict[ZeroConfig, Replays] = {}
-        self.uses, self.flops, self.model_flops = trace_workload(workload, examples)
+        scopes = FUSED if workload.fused is None else workload.fused
+        self.uses, self.flops, self.model_flops, self.fused = trace_workload(workload, examples, scopes)
 
     def plan(self, configs: list[ZeroConfig]) -> list[tuple[ConfigPlan, int]]:
         """The configurations in their order, each with the FLOP counted in its program (0: none was compiled)."""
@@ -109,7 +121,8 @@ class ConfigPlanner:
 
     def start(self, config: ZeroConfig, pool: ThreadPoolExecutor) -> _Started:
         """Traces the steps of a configuration and hands them to the compiler."""
-        layout = self.layout(config, absent=self.compiles)
+        # What a fused kernel keeps on the chip is in the memory of the program: near the bound it would be recomputed.
+        layout = self.roomy(config) if self.compiles and self.fused else self.layout(config, absent=self.compiles)
         if not self.compiles:
             return _Started(layout, None, None)
         step = self.submit(layout, self.workload, pool)
@@ -126,16 +139,21 @@ class ConfigPlanner:
         def work() -> _Compiled:
             start = time.perf_counter()
             program, error = compile_step(lowered, layout, num_nodes=self.cluster.num_nodes)
-            return _Compiled(program, error, traced + time.perf_counter() - start, host)
+            within = memory_within(program.module, self.fused) if program is not None and self.fused else 0
+            return _Compiled(program, error, traced + time.perf_counter() - start, host, within)
 
         return pool.submit(work)
 
     def larger(self, config: ZeroConfig, examples: int) -> tuple[Layout, Workload]:
         """The step with more examples in a microbatch, for a GPU with room for it."""
-        target = self.cluster.target
-        roomy = dataclasses.replace(target, memory_bytes=_ROOM * target.memory_bytes)
-        layout = self.layout(config, absent=True, cluster=self.cluster._replace(target=roomy))
+        layout = self.roomy(config)
         return layout, self.workload.with_examples(examples * layout.num_shards * self.microbatches)
+
+    def roomy(self, config: ZeroConfig) -> Layout:
+        """The layout on GPUs of so much memory that the compiler never recomputes to save some."""
+        target = self.cluster.target
+        target = dataclasses.replace(target, memory_bytes=_ROOM * target.memory_bytes)
+        return self.layout(config, absent=True, cluster=self.cluster._replace(target=target))
 
     def report_progress(self) -> None:
         """One step more is done."""
@@ -145,9 +163,10 @@ class ConfigPlanner:
     def finish(self, config: ZeroConfig, started: _Started, pool: ThreadPoolExecutor) -> tuple[ConfigPlan, int]:
         """Waits for the compiler, and reads."""
         layout, moves = started.layout, self.moves(started.layout)
-        program, error, seconds, _ = _Compiled(None, "", 0.0, 0) if started.step is None else started.step.result()
+        step = _Compiled(None, "", 0.0, 0) if started.step is None else started.step.result()
+        program, error, seconds = step.program, step.error, step.seconds
         self.report_progress()
-        memory = self.memory(layout, None if program is None else program.memory)
+        memory = self.memory(layout, None if program is None else program.memory, step.within)
         largest = None
         if started.larger is not None:
             if program is not None:
@@ -185,13 +204,14 @@ class ConfigPlanner:
         """A line through the totals of two compiled steps; where it leads far beyond them, of a third too."""
         sizes, examples = [(self.examples, memory.total)], max(SPAN, 2 * self.examples)
         while True:
-            program, error, _, host = larger.result()
+            step = larger.result()
+            program = step.program
             if program is None:
-                method = f"the step of {examples} examples was not compiled: {error}"
+                method = f"the step of {examples} examples was not compiled: {step.error}"
                 return Largest(self.examples if memory.fits else 0, method)
             if program.memory is None:
                 return None
-            sizes.append((examples, program.memory.total - host))
+            sizes.append((examples, program.memory.total - step.host - step.within))
             found, following = line_through(sizes, self.capacity)
             if following is None:
                 return found
@@ -209,7 +229,8 @@ class ConfigPlanner:
         """Predicted traffic of a layout."""
         return predict_traffic(layout, self.uses, microbatches=self.microbatches, num_nodes=self.cluster.num_nodes)
 
-    def memory(self, layout: Layout, figures: Any) -> Memory:
-        """Memory of a layout, with the compiler's figures or without."""
+    def memory(self, layout: Layout, figures: Any, within: int) -> Memory:
+        """Memory of a layout, with the compiler's figures or without, less what lies within fused kernels."""
         workload = self.workload
-        return plan_memory(layout, workload.tx, workload.batch, workload.rest, self.uses, figures, self.capacity)
+        given = (layout, workload.tx, workload.batch, workload.rest, self.uses, figures, self.capacity)
+        return plan_memory(*given, within=within, scopes=self.fused)

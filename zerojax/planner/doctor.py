@@ -19,20 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels import selfcheck
 from pallas_kernels.variants import Variant
 from zerojax.config import GRADIENT_FORMATS, WEIGHT_FORMATS, ZeroConfig
 from zerojax.hosts.start import distributed
 from zerojax.layout.mesh import make_mesh
 from zerojax.planner.advice import comparison_configs
-from zerojax.planner.bandwidths import Rate, best_rate, measure_copy, measure_mesh
+from zerojax.planner.bandwidths import Rate, best_rate, measure_host, measure_mesh
 from zerojax.planner.gpus import TARGETS, GpuTarget, PluginMissing, check_plugin, choose_platform, load_target
 from zerojax.planner.plan import plan_workload
 from zerojax.planner.workload import Workload
 
 SIZES_ON_GPU = (1 << 20, 16 << 20, 256 << 20)
 SIZES_ON_CPU = (1 << 14, 1 << 20)
+_SAVED = "(the file of --save-target)"
 _LEAST_DRIVER = {"13": 580, "12": 525}
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", default="gpt:18b", help="what to plan with the measured bandwidths, as for zerojax plan")
     add("--target", help=f"the GPU to plan for, where it is not at hand: {', '.join(TARGETS)} or a .toml file")
     add("--sizes", help="bytes of the arrays that are moved, as 1048576,16777216")
+    add("--save-target", metavar="FILE.toml", help="write the GPU's facts with what was measured, for zerojax plan")
     add("--json", action="store_true", help="the whole record as JSON on the standard output")
     add("--coordinator", help="HOST:PORT of process 0, where no launcher says it")
     add("--num-processes", type=int)
@@ -55,8 +59,13 @@ def run(options: argparse.Namespace, make: Callable[..., Workload]) -> int:
     distributed(options.coordinator, options.num_processes, options.process_id)
     sizes = [int(part) for part in options.sizes.split(",")] if options.sizes else None
     workload = make()
+    if options.save_target and not Path(options.save_target).resolve().parent.is_dir():
+        raise ValueError(f"--save-target {options.save_target}: the folder does not exist")
     found = examine(workload, options.examples_per_device, target=options.target, sizes=sizes)
     if jax.process_index() == 0:
+        if options.save_target and found["plan"]:
+            Path(options.save_target).write_text(_as_toml(found["plan"]["measured"]))
+            found["plan"]["command"] = found["plan"]["command"].replace(_SAVED, options.save_target)
         print(json.dumps(found, indent=2, allow_nan=False) if options.json else in_words(found))
     return 1 if found["problems"] else 0
 
@@ -73,8 +82,8 @@ def examine(
         sizes: bytes of the arrays that are moved.
 
     Returns:
-        "software", "devices", "mesh", "memory", "collectives", "copy", "kernels", "plan", then "problems" (what does
-        not fit, or is wrong) and "unknown" (what could not be found out here, and how to).
+        "software", "devices", "mesh", "memory", "collectives", "copy", "host", "kernels", "plan", then "problems" (what
+        does not fit, or is wrong) and "unknown" (what could not be found out here, and how to).
     """
     unknown: list[str] = []
     mesh = make_mesh()
@@ -91,8 +100,11 @@ def examine(
     for axis in mesh.axis_names:
         if mesh.shape[axis] == 1:
             unknown.append(f"bandwidth over {axis!r}: there is one device along it; run it on all nodes of the job")
-    copy = measure_copy((256 << 20) if on_gpu else (4 << 20))
-    kernels = _kernels(unknown)
+    size = (256 << 20) if on_gpu else (4 << 20)
+    copy, host = _copy_rate(size), measure_host(size)
+    if host is None:
+        unknown.append("bandwidth to pinned host memory: this backend has none")
+    kernels = _kernels(copy, unknown)
     problems += [f"kernel {name}: {one['reason']}" for name, one in kernels.items() if one["faulty"]]
     return {
         "software": software,
@@ -101,11 +113,20 @@ def examine(
         "memory": _memory(unknown),
         "collectives": [dataclasses.asdict(rate) for rate in rates],
         "copy": copy,
+        "host": host,
         "kernels": kernels,
-        "plan": _plan(workload, examples, target, mesh, rates, unknown),
+        "plan": _plan(
+            workload, examples, target, mesh, rates, copy if on_gpu else None, host if on_gpu else None, unknown
+        ),
         "problems": problems,
         "unknown": unknown,
     }
+
+
+def _copy_rate(size: int) -> float:
+    """Bytes per second that a device reads and writes together in a copy, by the clock that times the kernels."""
+    x = jax.device_put(jnp.zeros(max(1, size // 4), jnp.float32), jax.local_devices()[0])
+    return 2 * x.nbytes / selfcheck.seconds(jax.jit(lambda x: x + 1), (x,))
 
 
 def _version(name: str) -> str | None:
@@ -171,8 +192,8 @@ def _memory(unknown: list[str]) -> dict[str, Any]:
     return {"host_free": int(free[1]) * 1024 if free else None, "pinned": "pinned_host" in kinds, "device": limit}
 
 
-def _kernels(unknown: list[str]) -> dict[str, dict[str, Any]]:
-    """The verdicts on the variants that the default formats use."""
+def _kernels(copy: float, unknown: list[str]) -> dict[str, dict[str, Any]]:
+    """The verdicts on the variants that the default formats use, with their share of a device copy's bandwidth."""
     weights, inside, between = WEIGHT_FORMATS["int8"], GRADIENT_FORMATS["int8"], GRADIENT_FORMATS["int4"]
     wanted = (
         Variant("quantize", weights, "bfloat16", slices=True),
@@ -181,6 +202,9 @@ def _kernels(unknown: list[str]) -> dict[str, dict[str, Any]]:
         Variant("sum", between, "float32", source=between, count=2),
     )
     found = {str(variant): dataclasses.asdict(pallas_kernels.verdict(variant)) for variant in wanted}
+    for one in found.values():
+        rate = one["bytes_per_second"]
+        one["of_a_copy"] = None if rate is None else rate / copy
     if not any(one["ratio"] or one["faulty"] for one in found.values()):
         unknown.append("whether the Pallas kernels are equal and faster: there is no GPU here to check them on")
     return found
@@ -188,9 +212,12 @@ def _kernels(unknown: list[str]) -> dict[str, dict[str, Any]]:
 
 def _plan(
     workload: Workload, examples: int | None, target: str | None, mesh: jax.sharding.Mesh, rates: list[Rate],
-    unknown: list[str],
+    copy: float | None, host: Mapping[str, float] | None, unknown: list[str],
 ) -> dict[str, Any] | None:  # fmt: skip
-    """What `zerojax plan` says with the measured bandwidths in place of the datasheet's."""
+    """What `zerojax plan` says with the measured bandwidths in place of the datasheet's.
+
+    A copy's and the host's are those of the GPU to plan for only where it is at hand: None elsewhere.
+    """
     kind = mesh.devices.flat[0].device_kind
     known: dict[str, GpuTarget] = {one.name: one for one in TARGETS.values()}
     gpu = load_target(target) if target else known.get(kind)
@@ -199,8 +226,13 @@ def _plan(
         return None
     nodes, local = mesh.shape["node"], mesh.shape["local"]
     link, network = best_rate(rates, "local"), best_rate(rates, "node")
-    if link is not None:
-        gpu = dataclasses.replace(gpu, link_bandwidth=link)
+    measured: dict[str, float] = {} if link is None else {"link_bandwidth": link}
+    if copy is not None:
+        measured["memory_efficiency"] = min(1.0, copy / gpu.memory_bandwidth)
+    if host is not None:
+        measured["host_bandwidth"] = min(host.values())
+    base = target if target else next(name for name, one in TARGETS.items() if one.name == gpu.name)
+    gpu = dataclasses.replace(gpu, **measured)
     into_node = None if network is None else network * local
     plan = plan_workload(
         workload, target=gpu, num_nodes=nodes, devices_per_node=local, bandwidth=into_node,
@@ -209,7 +241,16 @@ def _plan(
     return {
         "model": plan.model, "target": gpu.name, "link_bandwidth": link, "node_bandwidth": into_node,
         "recommendation": plan.recommendation, "techniques": {t.name: t.advice for t in plan.techniques},
+        "measured": {"extends": base, **measured},
+        "command": " ".join([
+            f"zerojax plan {plan.model} --nodes {nodes} --gpus-per-node {local} --recommend --target",
+            _SAVED if measured else base, *([f"--bandwidth {into_node / 1e9:.4g}GB/s"] if into_node else []),
+        ]),
     }  # fmt: skip
+
+
+def _as_toml(facts: Mapping[str, Any]) -> str:
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in facts.items())
 
 
 def in_words(found: Mapping[str, Any]) -> str:
@@ -226,14 +267,21 @@ def in_words(found: Mapping[str, Any]) -> str:
         f"device {_gb(memory['device'])}",
         f"Copy       {found['copy'] / 1e9:.1f} GB/s read and written on one device",
     ]
+    if host := found["host"]:
+        there, back = (host[way] / 1e9 for way in ("to_host", "to_device"))
+        lines.append(f"Host       {there:.1f} GB/s to pinned memory, {back:.1f} GB/s back, one device alone")
     for rate in found["collectives"]:
         speed = f"{rate['bytes_per_second'] / 1e9:10.3f} GB/s into each device, {rate['seconds'] * 1e6:9.0f} us"
         right = "values right" if rate["is_right"] else "VALUES WRONG"
         lines.append(f"{rate['axis']:10} {rate['kind']:15}{rate['size'] / 1e6:10.3f} MB {speed}, {right}")
-    lines += [f"Kernel     {name}: {one['reason']}" for name, one in found["kernels"].items()]
+    for name, one in found["kernels"].items():
+        rate = one["bytes_per_second"]
+        moved = "" if rate is None else f", {rate / 1e9:.0f} GB/s, {one['of_a_copy']:.0%} of a copy"
+        lines.append(f"Kernel     {name}: {one['reason']}{moved}")
     if plan := found["plan"]:
         lines.append(f"Plan       {plan['model']} on {plan['target']} with these bandwidths: {plan['recommendation']}")
         lines += [f"           {advice}" for advice in plan["techniques"].values()]
+        lines.append(f"           as compiled and replayed, with a trace: {plan['command']} --trace step.json")
     lines += [f"Problem    {text}" for text in found["problems"]]
     lines += [f"Not known  {text}" for text in found["unknown"]]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The fastest ways to run a workload on a cluster: configuration, examples per device, activation checkpointing.
+"""The fastest ways to run a workload on a cluster: configuration, microbatches, their size, activation checkpointing.
 
 ZeRO's speedup is superlinear (arXiv 1910.02054, section 10.3): more devices leave more memory for each, hence a larger
 microbatch, hence more arithmetic for each byte sent. So each configuration is tried at the largest microbatch that
@@ -22,6 +22,7 @@ state is 5 % of the memory or less, so that more of them add no examples: the sp
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ from zerojax.planner.workload import Workload
 # What fits by a line through two compiles may be a little more than what fits: so much less is tried next.
 _LESS = 0.93
 _TRIES = 3
+# Of a batch of given size: so many ways to cut it, from the largest microbatch that fits downwards.
+_CUTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +45,13 @@ class Candidate:
     Attributes:
         checkpointing: whether layers are recomputed in the backward pass; None: the workload does not say.
         examples: of one device's microbatch.
+        microbatches: of a step.
         plan: of the step.
     """
 
     checkpointing: bool | None
     examples: int
+    microbatches: int
     plan: ConfigPlan
 
     @property
@@ -60,53 +65,113 @@ class Candidate:
         rate = speed.tokens_per_second
         done = f"{speed.examples_per_second:,.4g} examples" if rate is None else f"{rate:,.4g} tokens"
         recomputed = {None: "", True: ", activation checkpointing", False: ", no activation checkpointing"}
+        accumulated = f" x {self.microbatches} microbatches" if self.microbatches > 1 else ""
         return (
-            f"{self.plan.name}, {self.examples} examples per device{recomputed[self.checkpointing]}: {done} per second "
-            f"and GPU, step {time.step:.3g} s, {speed.utilisation:.0%} of the peak, "
+            f"{self.plan.name}, {self.examples} examples per device{accumulated}{recomputed[self.checkpointing]}: "
+            f"{done} per second and GPU, step {time.step:.3g} s, {speed.utilisation:.0%} of the peak, "
             f"{self.plan.memory.total / 1e9:.1f} GB"
         )
 
 
 def find_fastest(
-    make: Workload | Callable[[bool], Workload], configs: Sequence[ZeroConfig], **options: Any
+    make: Workload | Callable[[bool], Workload],
+    configs: Sequence[ZeroConfig],
+    *,
+    microbatches: int = 1,
+    global_batch: int | None = None,
+    **options: Any,
 ) -> list[Candidate]:
     """Tries configurations at the largest microbatch that fits each, with and without activation checkpointing.
+
+    More microbatches in a step share an update, and with hpZ the gathers between nodes, but their gradients have to be
+    summed: of a free batch one, and the most that are allowed, are tried. Of a batch of given size the largest
+    microbatches that divide it are tried, and as many of them as it holds.
 
     Args:
         make: the workload; or a function that makes it with activation checkpointing (True) or without.
         configs: to try.
-        **options: of `zerojax.plan`: the cluster, bandwidth, microbatches, ..
+        microbatches: the most in a step, where the batch is free.
+        global_batch: examples of a step, all devices and microbatches together; None: as many as there is room for.
+        **options: of `zerojax.plan`: the cluster, bandwidth, ..
 
     Returns:
         What fits and compiles, the fastest first.
 
     Raises:
-        ValueError: as `zerojax.plan`; or XLA's CUDA plugin is missing (`PluginMissing`).
+        ValueError: as `zerojax.plan`; a batch that does not divide by the devices; or XLA's CUDA plugin is missing
+            (`PluginMissing`).
     """
     options = {**options, "compiles": True}
+    cut = None if global_batch is None else _of_each_device(global_batch, options)
+    counts = sorted({1, microbatches}) if cut is None else [cut]
     found = []
     for checkpointing in (None,) if isinstance(make, Workload) else (True, False):
         workload = make if isinstance(make, Workload) else make(bool(checkpointing))
-        first = plan_workload(workload, **{**options, "configs": configs, "examples_per_device": 1})
-        for config, one in zip(configs, first.configs, strict=True):
-            if one.largest is None or not one.largest.examples:
-                continue
-            found += _at_largest(workload, config, one, checkpointing, options)
+        for count in counts:
+            small = {**options, "configs": configs, "examples_per_device": 1, "microbatches": count}
+            for config, one in zip(configs, plan_workload(workload, **small).configs, strict=True):
+                if one.largest is None or not one.largest.examples:
+                    continue
+                found += _Search(workload, config, checkpointing, options).run(one, count, fixed=cut is not None)
     return sorted(found, key=lambda candidate: -candidate.rate)
 
 
-def _at_largest(
-    workload: Workload, config: ZeroConfig, small: ConfigPlan, checkpointing: bool | None, options: dict[str, Any]
-) -> list[Candidate]:
-    """The step with the most examples that fit; that of one example where no other does."""
-    assert small.largest is not None
-    examples = small.largest.examples
-    for _ in range(_TRIES):
-        if examples <= 1:
-            break
-        wanted = {"configs": [config], "examples_per_device": examples, "largest_microbatch": False}
-        (one,) = plan_workload(workload, **{**options, **wanted}).configs
-        if one.memory.fits and one.speed is not None:
-            return [Candidate(checkpointing, examples, one)]
-        examples = min(examples - 1, int(examples * _LESS))
-    return [Candidate(checkpointing, 1, small)] if small.memory.fits and small.speed is not None else []
+def _of_each_device(global_batch: int, options: dict[str, Any]) -> int:
+    """Examples that a device has of a batch."""
+    cluster = {"num_nodes": 48, "devices_per_node": 8, **options}
+    replicas = cluster["num_nodes"] * cluster["devices_per_node"]
+    replicas //= math.prod((options.get("extra_axes") or {}).values())
+    if global_batch < 1 or global_batch % replicas:
+        raise ValueError(f"global_batch={global_batch}: a positive multiple of {replicas} data-parallel devices")
+    return global_batch // replicas
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The steps of one configuration with many examples."""
+
+    workload: Workload
+    config: ZeroConfig
+    checkpointing: bool | None
+    options: dict[str, Any]
+
+    def run(self, small: ConfigPlan, count: int, *, fixed: bool) -> list[Candidate]:
+        """What fits.
+
+        Args:
+            small: the step of one example in each of its microbatches.
+            count: its microbatches.
+            fixed: whether the batch stays, so that larger microbatches are fewer.
+        """
+        assert small.largest is not None
+        least = [Candidate(self.checkpointing, 1, count, small)] if small.memory.fits and small.speed else []
+        found = self.cuts(small.largest.examples, count) if fixed else self.largest(small.largest.examples, count)
+        return found or least
+
+    def largest(self, examples: int, count: int) -> list[Candidate]:
+        """The step with the most examples that fit, of so many microbatches."""
+        for _ in range(_TRIES):
+            if examples <= 1:
+                break
+            if found := self.step(examples, count):
+                return [found]
+            examples = min(examples - 1, int(examples * _LESS))
+        return []
+
+    def cuts(self, most: int, batch: int) -> list[Candidate]:
+        """Steps of a device's batch in microbatches that divide it."""
+        sizes = [size for size in range(min(most, batch), 1, -1) if batch % size == 0]
+        found: list[Candidate] = []
+        for size in sizes[: _CUTS + 1]:
+            one = self.step(size, batch // size)
+            found += [one] if one is not None else []
+            if len(found) == _CUTS:
+                break
+        return found
+
+    def step(self, examples: int, count: int) -> Candidate | None:
+        """The step if it compiles and fits."""
+        wanted = {"configs": [self.config], "examples_per_device": examples, "microbatches": count}
+        (one,) = plan_workload(self.workload, **{**self.options, **wanted, "largest_microbatch": False}).configs
+        fits = one.memory.fits and one.speed is not None
+        return Candidate(self.checkpointing, examples, count, one) if fits else None

@@ -73,10 +73,11 @@ def _target_from_facts(facts: dict[str, Any], path: Path) -> GpuTarget:
         right = (
             isinstance(value, str) if wanted is str else isinstance(value, int | float) and not isinstance(value, bool)
         )
-        if not right or (wanted is not str and not value > 0) or (wanted is int and value != int(value)):
-            raise ValueError(
-                f"GPU file {path}: {name} = {value!r} must be a positive {getattr(wanted, '__name__', wanted)}"
-            )
+        may_be_none = getattr(GpuTarget, name, None) == 0  # by its default
+        small = right and wanted is not str and not (value > 0 or (may_be_none and value == 0))
+        if not right or small or (wanted is int and value != int(value)):
+            kind = ("" if may_be_none else "positive ") + str(getattr(wanted, "__name__", wanted))
+            raise ValueError(f"GPU file {path}: {name} = {value!r} must be a {kind}")
         known[name] = wanted(value)
     return GpuTarget(**known)
 

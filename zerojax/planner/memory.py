@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -143,6 +144,9 @@ def plan_memory(
     uses: list[tuple[LeafUse, ...]],
     compiled: MemoryFigures | None,
     capacity: int,
+    *,
+    within: int = 0,
+    scopes: Sequence[str] = (),
 ) -> Memory:
     """Memory of one device.
 
@@ -154,6 +158,8 @@ def plan_memory(
         uses: from `zerojax.gather.uses`.
         compiled: figures of the compiled step, or None.
         capacity: bytes that may be used.
+        within: bytes of the compiled temporaries that lie within fused kernels, and are not counted.
+        scopes: the names of those kernels.
     """
     state = model_state_bytes(layout, tx).per_device
     local, host = _batch_bytes(layout, batch, rest)
@@ -174,7 +180,7 @@ def plan_memory(
         return Memory(classes, sum(classes.values()), capacity, None, predicted, 0, why, host)
     # Devices of a target topology have one memory: the compiler counts arguments in host memory as the device's.
     difference = compiled.argument - host - predicted
-    activations = compiled.temp - sum(inside.values())
+    activations = compiled.temp - within - sum(inside.values())
     output = compiled.output - compiled.alias
     classes = {
         **arguments, **inside, "activations": max(activations, 0), "code": compiled.generated_code,
@@ -185,7 +191,12 @@ def plan_memory(
     why = _explain(difference, predicted, state_bytes, number, compiled, activations)
     if host:
         why += f"; {host:,} bytes of arguments wait in host memory and are left out of the compiler's count"
-    total, offloaded = compiled.total - host, compiled.host_temp + host
+    if within:
+        why += (
+            f"; {within:,} bytes of temporaries are not counted: a fused kernel keeps what lies within "
+            f"{' and '.join(map(repr, scopes))} on the chip"
+        )
+    total, offloaded = compiled.total - host - within, compiled.host_temp + host
     return Memory(classes, total, capacity, compiled, predicted, difference, why, offloaded)
 
 

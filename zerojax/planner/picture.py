@@ -18,10 +18,11 @@ from zerojax.planner.records import Plan
 from zerojax.planner.replay import Event, Replay
 from zerojax.planner.trace import TRACKS, Window, events_of, kind_of, label, layer_windows
 
-_LANES = ("compute", "waits", "inside", "between")
+_LANES = ("compute", "waits", "inside", "between", "host")
 _COLORS = {
     "matrix products": "#3b6fb6", "other kernels": "#9dbfe3", "compute waits": "#d1495b",
     "all-gather": "#2a9d8f", "reduce-scatter": "#e9a23b", "all-to-all": "#8c5fb0", "other collectives": "#7f7f7f",
+    "host copies": "#b8860b",
 }  # fmt: skip
 # Bars that take less of a window carry no name, and names longer than their bar are cut.
 _NAMED = 0.05
@@ -102,9 +103,10 @@ def draw_window(axes: Any, replay: Replay, window: Window, names: Mapping[str, s
         names: what each collective moves, by its name.
     """
     length, waited = window.end - window.begin, 0.0
+    lanes = _LANES if replay.busy["host"] else _LANES[:-1]
     for event in events_of(replay, window):
         begin, end = max(event.begin, window.begin), min(event.end, window.end)
-        row = len(_LANES) - 1 - _LANES.index(event.lane)
+        row = len(lanes) - 1 - lanes.index(event.lane)
         axes.broken_barh(
             [((begin - window.begin) * 1e3, (end - begin) * 1e3)], (row - 0.42, 0.84), color=_COLORS[_sort(event)],
             edgecolor="white", linewidth=0.4,
@@ -114,8 +116,8 @@ def draw_window(axes: Any, replay: Replay, window: Window, names: Mapping[str, s
             letters = int(_LETTERS * (end - begin) / length)
             axes.text(((begin + end) / 2 - window.begin) * 1e3, row, _cut(_text(event, names), letters), ha="center",
                       va="center", fontsize=7, color="white", clip_on=True)  # fmt: skip
-    axes.set_yticks(range(len(_LANES)), [TRACKS[lane] for lane in reversed(_LANES)])
-    axes.set_ylim(-0.6, len(_LANES) - 0.4)
+    axes.set_yticks(range(len(lanes)), [TRACKS[lane] for lane in reversed(lanes)])
+    axes.set_ylim(-0.6, len(lanes) - 0.4)
     axes.set_xlim(0, length * 1e3)
     axes.set_xlabel("ms")
     axes.set_title(f"{window.title}: {length * 1e3:.2f} ms, compute waits {waited * 1e3:.2f} ms", loc="left")
@@ -126,6 +128,8 @@ def _sort(event: Event) -> str:
         return "compute waits"
     if event.lane == "compute":
         return "matrix products" if event.flops else "other kernels"
+    if event.lane == "host":
+        return "host copies"
     return kind_of(event) if kind_of(event) in _COLORS else "other collectives"
 
 

@@ -64,6 +64,7 @@ def plan(
     largest_microbatch: bool = True,
     progress: Progress | None = None,
     name: str = "model",
+    fused: Mapping[str, float] | None = None,
 ) -> Plan:
     """Plans training steps, compiled ahead of time for a target cluster: memory, traffic, time, and what to do.
 
@@ -93,6 +94,8 @@ def plan(
         largest_microbatch: also find the largest microbatch that fits, by a second compile of each configuration.
         progress: called with (steps done, steps in all, what comes next).
         name: of the model, for people.
+        fused: scopes (`jax.named_scope`) in the loss that stand for one fused kernel, and the share of their FLOP that
+            it computes; None: "flash_attention", half of it, as of a causal attention.
 
     Raises:
         ValueError: an unknown target, shapes that cannot be traced or do not divide, a configuration that the mesh
@@ -107,41 +110,10 @@ def plan(
     90112
     """
     workload = Workload(
-        loss_fn, params_shapes, batch_shapes, tx, rest, has_aux, weighted, specs, trainable, name,
+        loss_fn, shapes_of(params_shapes, "params_shapes"), shapes_of(batch_shapes, "batch_shapes"), tx,
+        shapes_of(rest, "rest"), has_aux, weighted, specs, trainable, name, fused,
     )  # fmt: skip
-    return plan_workload(
-        workload, target=target, num_nodes=num_nodes, devices_per_node=devices_per_node, config=config, configs=configs,
-        bandwidth=bandwidth, examples_per_device=examples_per_device, microbatches=microbatches, extra_axes=extra_axes,
-        efficiency=efficiency, usable=usable, compiles=compiles, largest_microbatch=largest_microbatch,
-        progress=progress,
-    )  # fmt: skip
-
-
-def plan_workload(
-    workload: Workload,
-    *,
-    target: str | GpuTarget = "h100",
-    num_nodes: int = 48,
-    devices_per_node: int = 8,
-    config: ZeroConfig | None = None,
-    configs: Sequence[ZeroConfig] | None = None,
-    bandwidth: float | str | None = None,
-    examples_per_device: int | None = None,
-    microbatches: int = 1,
-    extra_axes: Mapping[str, int] | None = None,
-    efficiency: float | None = None,
-    usable: float = USABLE,
-    compiles: bool | None = None,
-    largest_microbatch: bool = True,
-    progress: Progress | None = None,
-) -> Plan:
-    """`plan` of a `Workload`: its keyword arguments, and what it raises, are those of `plan`."""
-    shapes = {
-        field: shapes_of(getattr(workload, field), what)
-        for field, what in (("params", "params_shapes"), ("batch", "batch_shapes"), ("rest", "rest"))
-    }
-    workload = dataclasses.replace(workload, **shapes)
-    if isinstance(workload.tx, ShardedTransformation):
+    if isinstance(tx, ShardedTransformation):
         raise ValueError("plan(tx=...): pass the optax transformation itself; every configuration wraps it by zero")
     if config is not None and configs is not None:
         raise ValueError("plan(config=..., configs=...): give one of the two")
@@ -160,6 +132,13 @@ def plan_workload(
         compiles=not lacking, largest=largest_microbatch, progress=progress,
     )  # fmt: skip
     return _plan_of(planner, wanted, lacking)
+
+
+def plan_workload(workload: Workload, **options: Any) -> Plan:
+    """`plan` of a `Workload`; `options` are the keywords of `plan` that say nothing of the workload."""
+    parts = {field.name: getattr(workload, field.name) for field in dataclasses.fields(Workload)}
+    loss_fn, params, batch, tx = (parts.pop(name) for name in ("loss_fn", "params", "batch", "tx"))
+    return plan(loss_fn, params, batch, tx, **parts, **options)
 
 
 def _plan_of(planner: ConfigPlanner, configs: list[ZeroConfig], lacking: str) -> Plan:

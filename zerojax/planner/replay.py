@@ -1,10 +1,12 @@
-"""How long a compiled step takes: its schedule replayed with a lane for compute and one for each network.
+"""How long a compiled step takes: its schedule replayed with lanes for compute, each network, and the host.
 
 Kernels run one after the other in the order in which they are issued. A collective runs on the lane between nodes, the
 lane inside the node, or both at once, as soon as each is free and fewer than `overlap_limit` others are under way; it
 takes its latency and the larger of its bytes into a node / network and its bytes into a device / link. A blocking
 collective stops compute; an asynchronous one runs from its start, and its done waits. A kernel takes the larger of its
-FLOP / rate (`Links.product_seconds`), its bytes / memory bandwidth, and what launching it costs. Kernels whose JAX name
+FLOP / rate (`Links.product_seconds`), its bytes / memory bandwidth, and what launching it costs. Copies to and from
+host memory take their bytes / the bandwidth of that link, one after the other; started ones run beside compute. Kernels
+whose JAX name
 stack holds a scope named in `fused` stand for one fused kernel, as of attention: they take so large a share of their
 FLOP, and move nothing between them.
 
@@ -61,7 +63,7 @@ from zerojax.hlo.steps import Await, Choice, Issue, Kernel, Repeat, Step, all_co
 from zerojax.planner.gpus import GpuTarget
 from zerojax.planner.time import EFFICIENCY, Links, plain_links
 
-LANES: tuple[str, ...] = ("compute", "inside", "between")
+LANES: tuple[str, ...] = ("compute", "inside", "between", "host")
 # What flash attention (arXiv 2307.08691) computes of a causal attention's products.
 FUSED: Mapping[str, float] = {"flash_attention": 0.5}
 _SAME = 1e-9
@@ -102,7 +104,7 @@ class Replay:
 
     Attributes:
         seconds: of the step.
-        busy: seconds each lane works: "compute", "inside" a node, "between" nodes.
+        busy: seconds each lane works: "compute", "inside" a node, "between" nodes, to and from the "host".
         communication: of all collectives, each counted alone.
         collectives: what each costs, the most exposed first.
         events: what happens when, where it was recorded.
@@ -127,10 +129,11 @@ class Replay:
     @property
     def hidden_share(self) -> float:
         """Share of the communication behind compute."""
-        return 1 - self.exposed / self.communication if self.communication else 1.0
+        exposed = sum(one.exposed for one in self.collectives)
+        return 1 - exposed / self.communication if self.communication else 1.0
 
     def __str__(self) -> str:
-        lanes = ", ".join(f"{name} {value:.3f}" for name, value in self.busy.items())
+        lanes = ", ".join(f"{name} {value:.3f}" for name, value in self.busy.items() if value or name != "host")
         lines = [
             f"step {self.seconds:.3f} s, ideal {self.ideal:.3f} ({self.seconds / self.ideal:.2f}x); busy: {lanes}; "
             f"{self.hidden_share:.0%} of {self.communication:.3f} s of communication hidden"
@@ -214,7 +217,7 @@ class _Clock:
         self.recording, self.events = record, list[Event]()
         self.node_axes = frozenset(program.node_axes)
         self.now = 0.0
-        self.free = {"inside": 0.0, "between": 0.0}
+        self.free = {"inside": 0.0, "between": 0.0, "host": 0.0}
         self.under_way: list[float] = []  # ends of the collectives issued last
         self.started: dict[str, tuple[float, str]] = {}  # end, and the collective's name
         self.busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
@@ -245,9 +248,14 @@ class _Clock:
             seconds = share * products
         else:
             seconds = max(products, step.num_bytes / self.links.memory_bandwidth, self.links.launch_seconds)
+        if step.host_bytes:
+            self.copy(step, max(seconds, step.host_bytes / self.links.host_bandwidth))
+            return
         if step.asynchronous:
             self.started[step.name] = (self.now + seconds, "")
             return
+        if step.products and self.links.collective_cores:
+            seconds = self.beside_collectives(seconds)
         if self.recording and seconds:
             end = self.now + seconds
             detail = ", ".join(map(str, step.products))
@@ -256,6 +264,25 @@ class _Clock:
             )
         self.now += seconds
         self.busy["compute"] += seconds
+
+    def beside_collectives(self, seconds: float) -> float:
+        """How long products take while collectives keep multiprocessors from them."""
+        links = self.links
+        slower = links.core_count / (links.core_count - links.collective_cores)
+        window = max([0.0, *(end - self.now for end in self.under_way)])  # until the last of them is done
+        return min(seconds * slower, window + max(0.0, seconds - window / slower))
+
+    def copy(self, step: Kernel, seconds: float) -> None:
+        """A copy to or from host memory, on the lane of that link."""
+        begin = max(self.now, self.free["host"])
+        end = self.free["host"] = begin + seconds
+        self.busy["host"] += seconds
+        if self.recording:
+            self.events.append(Event("host", step.name, step.op_name, begin, end, step.host_bytes))
+        if step.asynchronous:
+            self.started[step.name] = (end, "")
+        else:
+            self.wait(end, "")
 
     def issue(self, step: Issue) -> None:
         """A collective is put on its lanes."""

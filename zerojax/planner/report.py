@@ -208,7 +208,7 @@ def _replayed(plan: Plan, one: ConfigPlan, speed: Speed) -> Group:
     table.add_column("s", justify="right")
     for name, value in (
         ("kernels", t.compute), ("between nodes", t.between_nodes), ("inside nodes", t.inside_node),
-        ("hidden", 0.0 - t.hidden),
+        *([("to and from the host", t.host)] if t.host else []), ("hidden", 0.0 - t.hidden),
     ):  # fmt: skip
         table.add_row(name, f"{value:.4g}")
     table.add_section()

@@ -119,7 +119,7 @@ def replayed_time(found: Replay) -> StepTime:
     """The parts of a replayed step."""
     busy = found.busy
     hidden = sum(busy.values()) - found.seconds
-    return StepTime(busy["compute"], busy["between"], busy["inside"], 0.0, hidden, found.seconds)
+    return StepTime(busy["compute"], busy["between"], busy["inside"], 0.0, hidden, found.seconds, busy["host"])
 
 
 def speed_of(replays: Replays, examples: int, tokens_per_example: int | None, model_flops: float, peak: float) -> Speed:

@@ -48,6 +48,8 @@ class Links:
         link_latency: the same of one inside a node.
         launch_seconds: the least a kernel takes.
         core_count: multiprocessors that the tiles of a product are spread over; 0: products of all sizes are as fast.
+        host_bandwidth: bytes per second between the device and host memory.
+        collective_cores: of `core_count`, multiprocessors that a collective keeps from kernels beside it.
     """
 
     node_bandwidth: float
@@ -58,6 +60,8 @@ class Links:
     link_latency: float = 15e-6
     launch_seconds: float = 0.0
     core_count: int = 0
+    host_bandwidth: float = 25e9
+    collective_cores: int = 0
 
     def product_seconds(self, product: Product) -> float:
         """Seconds of a matrix product whose operands are at hand.
@@ -84,8 +88,9 @@ class StepTime:
         between_nodes: collectives between nodes; without a program those that are bound by the network between them.
         inside_node: collectives inside nodes.
         passes: quantising and dequantising, where no program was compiled.
-        hidden: what of the collectives is behind compute, or beside each other.
+        hidden: what of the collectives and of copies to and from the host is behind compute, or beside each other.
         step: the step as scheduled.
+        host: copies between the device and host memory; none without a program.
     """
 
     compute: float
@@ -94,6 +99,7 @@ class StepTime:
     passes: float
     hidden: float
     step: float
+    host: float = 0.0
 
     @property
     def communication(self) -> float:
@@ -124,7 +130,7 @@ def machine_links(
     return Links(
         node, target.link_bandwidth, target.memory_bandwidth * target.memory_efficiency,
         target.peak_bf16_flops * efficiency, target.node_latency, target.link_latency, target.launch_seconds,
-        target.core_count,
+        target.core_count, target.host_bandwidth, target.collective_cores,
     )  # fmt: skip
 
 
@@ -138,7 +144,7 @@ def plain_links(
     links = machine_links(target, devices_per_node, bandwidth, efficiency)
     return dataclasses.replace(
         links, memory_bandwidth=float(target.memory_bandwidth), node_latency=30e-6, link_latency=15e-6,
-        launch_seconds=0.0, core_count=0,
+        launch_seconds=0.0, core_count=0, collective_cores=0,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A replayed step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open, and its layers as windows.
 
-Tracks: what is computed, what compute waits for, what travels inside a node and between nodes, and the iterations of
-loops. Times are microseconds of the replayed step; bytes and FLOP are arguments of each slice.
+Tracks: what is computed, what compute waits for, what travels inside a node, between nodes and to and from host memory,
+and the iterations of loops. Times are microseconds of the replayed step; bytes and FLOP are arguments of each slice.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ TRACKS: Mapping[str, str] = {
     "waits": "compute waits for",
     "inside": "inside the node",
     "between": "between nodes",
+    "host": "to and from host memory",
     "loop": "loops",
 }
 # What JAX and the gathering of weights put around every name.

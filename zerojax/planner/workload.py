@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
+from zerojax import _compat
 from zerojax.gather.uses import LeafUse, leaf_uses, traced_flops
 from zerojax.planner.gpus import GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
 
@@ -40,7 +41,8 @@ class Workload:
         name: for people.
         fused: scopes (`jax.named_scope`) in the loss that stand for one fused kernel, and the share of their FLOP that
             it computes; None: "flash_attention", half of it, as of a causal attention
-            (`zerojax.planner.replay.FUSED`).
+            (`zerojax.planner.replay.FUSED`). What lies between their operations takes neither time nor memory; what
+            the backward pass keeps of it does, unless `jax.checkpoint` is around it, as no fused kernel keeps it.
     """
 
     loss_fn: Callable[..., Any]
@@ -108,8 +110,30 @@ class Cluster(NamedTuple):
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def trace_workload(workload: Workload, examples: int) -> tuple[list[tuple[LeafUse, ...]], int, int]:
-    """How the loss uses each parameter, and its FLOP with and without recomputation, on one device's microbatch."""
+class Traced(NamedTuple):
+    """What the traced loss says of one device's microbatch.
+
+    Attributes:
+        uses: how the loss uses each parameter, from `zerojax.gather.uses`.
+        flops: of forward and backward, recomputation too.
+        model_flops: the same without recomputation.
+        fused: which of the scopes that stand for a fused kernel are in it.
+    """
+
+    uses: list[tuple[LeafUse, ...]]
+    flops: int
+    model_flops: int
+    fused: tuple[str, ...]
+
+
+def trace_workload(workload: Workload, examples: int, scopes: Iterable[str] = ()) -> Traced:
+    """Traces the loss on one device's microbatch.
+
+    Args:
+        workload: the loss and its shapes.
+        examples: in the microbatch.
+        scopes: names to look for in JAX's name stack.
+    """
     shapes = (workload.params, workload.with_examples(examples).batch, workload.rest)
     shapes = jax.tree.map(without_sharding, shapes)
     try:
@@ -118,7 +142,16 @@ def trace_workload(workload: Workload, examples: int) -> tuple[list[tuple[LeafUs
         first = (str(error).strip() or repr(error)).splitlines()[0]
         raise ValueError(f"the loss cannot be traced with these shapes: {type(error).__name__}: {first}") from error
     uses = leaf_uses(jaxpr, len(jax.tree.leaves(workload.params)))
-    return uses, traced_flops(jaxpr), traced_flops(jaxpr, recomputed=False)
+    stacks = set(_name_stacks(jaxpr.jaxpr))
+    found = tuple(scope for scope in scopes if any(scope in stack for stack in stacks))
+    return Traced(uses, traced_flops(jaxpr), traced_flops(jaxpr, recomputed=False), found)
+
+
+def _name_stacks(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        yield str(eqn.source_info.name_stack)
+        for inner in _compat.sub_jaxprs(eqn):
+            yield from _name_stacks(inner)
 
 
 def make_cluster(target: str | GpuTarget, num_nodes: int, devices_per_node: int, extra: Mapping[str, int]) -> Cluster:

@@ -124,17 +124,13 @@ def make_train_step(
         )  # fmt: skip
         grads = out.grads if scale is None else jax.tree.map(lambda g: _wide(g) / scale.scale, out.grads)
         norm = optax.tree.norm(jax.tree.map(_wide, grads))
-        metrics: dict[str, Any] = {"loss": out.loss, "grad_norm": norm, "examples": _examples(batch)}
-        if weighted:
-            metrics["tokens"] = out.weight
-        if clip_norm is not None:
-            factor = jnp.minimum(1.0, clip_norm / norm)
+        factor = None if clip_norm is None else jnp.minimum(1.0, clip_norm / norm)
+        if factor is not None:
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
-            metrics["clipped_norm"] = norm * factor
-        metrics |= {"loss_finite": jnp.isfinite(out.loss), "grads_finite": jnp.isfinite(norm)}
         at_floor = None if scale is None or rule is None else is_at_floor(scale, rule)
         counts = init_nonfinite() if state.nonfinite is None else state.nonfinite
-        decision = decide(counts, metrics["loss_finite"], metrics["grads_finite"], policy, at_floor)
+        loss_finite, grads_finite = jnp.isfinite(out.loss), jnp.isfinite(norm)
+        decision = decide(counts, loss_finite, grads_finite, policy, at_floor)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)  # type: ignore[arg-type]
         with jax.numpy_dtype_promotion("standard"):  # narrow parameters plus the float32 updates of their masters
             applied = optax.apply_updates(state.params, updates)
@@ -146,19 +142,27 @@ def make_train_step(
         params, opt_state, wire, model_state = new
         new_scale = scale
         if scale is not None and rule is not None:
-            metrics["loss_scale"] = scale.scale
-            finite = metrics["loss_finite"] & metrics["grads_finite"]
-            new_scale = keep_if(~decision.runs, scale, next_loss_scale(scale, finite, rule))
+            new_scale = keep_if(~decision.runs, scale, next_loss_scale(scale, loss_finite & grads_finite, rule))
         skipped = jnp.zeros((), jnp.int32) if state.skipped is None else state.skipped
         skipped += (decision.keeps_old & decision.runs).astype(skipped.dtype)
-        metrics |= {
-            "skipped": skipped,
+        of_some = {
+            "tokens": out.weight,
+            "clipped_norm": None if factor is None else norm * factor,
+            "loss_scale": None if scale is None else scale.scale,
+        }
+        metrics = {
+            "loss": out.loss,
+            "grad_norm": norm,
+            "examples": _examples(batch),
+            "loss_finite": loss_finite,
+            "grads_finite": grads_finite,
             "loss_nonfinite_steps": decision.counts.loss_steps,
             "grads_nonfinite_steps": decision.counts.grad_steps,
+            "skipped": skipped,
             "stopped": decision.counts.stopped,
+            **{name: value for name, value in of_some.items() if value is not None},
+            **({"aux": out.aux} if has_aux else {}),
         }
-        if has_aux:
-            metrics["aux"] = out.aux
         done = TrainState(
             state.step + decision.runs.astype(state.step.dtype), params, opt_state, wire, new_scale,  # type: ignore[arg-type]
             skipped if state.skipped is not None else None,
