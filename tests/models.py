@@ -5,6 +5,9 @@ another order: only a fixed ramp over the units (`ramp`) makes the values depend
 every leaf needs padding on some mesh: 37 tokens, a (7, 5) leaf, a scalar, an empty leaf, a stack of three layers.
 """
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,6 +45,18 @@ def ramp(extent: int, dtype: Any = jnp.float32) -> jax.Array:
     return (1 + 0.5 * jnp.sin(jnp.arange(extent))).astype(dtype)
 
 
+def on_host(init: Callable[..., Any]) -> Callable[..., Any]:
+    """An initialiser whose concrete results are NumPy arrays, made by one program: cutting them compiles nothing."""
+    compiled = jax.jit(init, static_argnums=1)
+
+    @functools.wraps(init)
+    def made(key: jax.Array, dtype: Any = jnp.float32) -> Any:
+        return init(key, dtype) if isinstance(key, jax.core.Tracer) else jax.device_get(compiled(key, dtype))
+
+    return made
+
+
+@on_host
 def transformer_init(key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Parameters of a scanned transformer with tied embedding, an untied odd head, a scalar and an empty leaf."""
     keys = iter(jax.random.split(key, 8))
@@ -61,28 +76,51 @@ def transformer_init(key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]
     return {"embed": normal(TOKENS, WIDTH) * 2, "head": head, "layers": layers, "temperature": jnp.ones((), dtype)}
 
 
-def transformer_loss(params: Any, batch: Any, *, compute: Any = jnp.float32, remat: bool = False) -> jax.Array:
-    """Cross entropy of the tied embedding plus a term of the odd head; float32 scalar."""
+def transformer_shapes(layers: int, width: int, tokens: int) -> dict[str, Any]:
+    """The same of other sizes, without biases, head and temperature: shapes in float32, to be compiled."""
+    extents = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    stack = {name: (layers, *extent) for name, extent in extents.items()}
+    tree = {"embed": (tokens, width), "layers": {**stack, "scale": (layers, width)}}
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def attention(x: jax.Array, qkv: jax.Array) -> jax.Array:
+    """Causal attention of one head on (batch, length, width), softmax in float32."""
+    q, k, v = jnp.split(x @ qkv, 3, axis=-1)
+    scores = jnp.einsum("btd,bsd->bts", q, k) / math.sqrt(q.shape[-1])
+    scores = jnp.where(jnp.tri(x.shape[-2], dtype=bool), scores, -1e4)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype), v)
+
+
+def transformer_loss(
+    params: Any, batch: Any, *, compute: Any = jnp.float32, remat: bool = False, constrain: Any = lambda x: x
+) -> jax.Array:
+    """Cross entropy of the tied embedding plus, where there is one, a term of the odd head; float32 scalar.
+
+    `constrain` is applied to the activations between layers.
+    """
+    width = params["embed"].shape[-1]
 
     def cast(x: jax.Array) -> jax.Array:
         return x.astype(compute)
 
     def layer(h: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        y = h * cast(p["scale"]) * ramp(WIDTH, compute)
-        q, k, v = jnp.split(y @ cast(p["qkv"]), 3, axis=-1)
-        scores = jnp.where(jnp.tri(LENGTH, dtype=bool), jnp.einsum("btd,bsd->bts", q, k) / 4, -1e4)
-        h = h + cast(jax.nn.softmax(scores.astype(jnp.float32))) @ v @ cast(p["out"])
-        hidden = jax.nn.gelu(h @ cast(p["up"]) + cast(p["bias"])) * ramp(4 * WIDTH, compute)
-        return h + hidden @ cast(p["down"]) * 0.3, None
+        h = h + attention(h * cast(p["scale"]) * ramp(width, compute), cast(p["qkv"])) @ cast(p["out"])
+        up = h @ cast(p["up"])
+        hidden = jax.nn.gelu(up + cast(p["bias"]) if "bias" in p else up) * ramp(4 * width, compute)
+        return constrain(h + hidden @ cast(p["down"]) * 0.3), None
 
-    x = cast(params["embed"])[batch["x"]] * ramp(WIDTH, compute)
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
-    logits = (x @ cast(params["embed"]).T).astype(jnp.float32) * params["temperature"].astype(jnp.float32)
-    first, (second, empty) = params["head"]
-    odd = (jnp.tanh(x @ cast(first)) * ramp(OUTPUTS, compute)) @ cast(second)
-    odd = jnp.mean((odd.astype(jnp.float32) - ramp(LENGTH)) ** 2) + jnp.sum(empty)
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], axis=-1)
-    return odd - jnp.mean(picked)
+    x = constrain(cast(params["embed"])[batch["x"]] * ramp(width, compute))
+    x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, params["layers"])
+    logits = (x @ cast(params["embed"]).T).astype(jnp.float32)
+    if "temperature" in params:
+        logits = logits * params["temperature"].astype(jnp.float32)
+    loss = -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][..., None], axis=-1))
+    if "head" in params:
+        first, (second, empty) = params["head"]
+        odd = (jnp.tanh(x @ cast(first)) * ramp(OUTPUTS, compute)) @ cast(second)
+        loss += jnp.mean((odd.astype(jnp.float32) - ramp(LENGTH)) ** 2) + jnp.sum(empty)
+    return loss
 
 
 def token_batches(count: int, size: int = BATCH) -> list[dict[str, jax.Array]]:
@@ -93,15 +131,17 @@ def token_batches(count: int, size: int = BATCH) -> list[dict[str, jax.Array]]:
     return [{"x": jnp.asarray(x), "y": jnp.asarray(y)} for x, y in tokens]
 
 
-def dense_init(key: jax.Array) -> dict[str, Any]:
+@on_host
+def dense_init(key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Parameters of a small scanned perceptron: three dims, two dims, one dim, one scalar."""
     keys = jax.random.split(key, 3)
-    return {
+    tree = {
         "first": jax.random.normal(keys[0], (9, 24)) / 3,
         "stack": {"w": jax.random.normal(keys[1], (2, 24, 24)) / 5, "b": jnp.full((2, 24), 0.1)},
         "last": jax.random.normal(keys[2], (24, 5)) / 5,
         "gain": jnp.ones(()),
     }
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def dense_loss(params: Any, batch: Any) -> jax.Array:

@@ -51,9 +51,7 @@ def loss_fn(params, batch, axis=None):
 
     p = jax.tree.map(lambda w: w.astype(batch["x"].dtype), params)
     x = over(batch["x"] * p["scale"], "seq", 1)
-    q, k, v = jnp.split(x @ p["qkv"], 3, -1)
-    scores = jnp.einsum("btd,bsd->bts", q, k) / math.sqrt(q.shape[-1])
-    x = over(x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores.astype(jnp.float32)).astype(v.dtype), v), "seq", 1)
+    x = over(x + models.attention(x, p["qkv"]), "seq", 1)
     x = over(x, "expert", 0)  # the dense part works on a part of the examples, the experts on all of them
     routed = jax.nn.softmax((x @ p["router"]).astype(jnp.float32))
     gate = jax.nn.one_hot(jnp.argmax(routed, -1), routed.shape[-1]) * routed

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_once import compile_once
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,7 +100,7 @@ def compile_for(mesh, loss_fn, layout, batch, rows, microbatches=1, kernels=Fals
     fn = jax.jit(zerojax.value_and_grad(loss_fn, layout, microbatches=microbatches), compiler_options=options)
     before = pallas_kernels.prefer_kernels(kernels)
     try:
-        return fn.lower(layout.param_shapes(), batch).compile()
+        return compile_once(fn.lower(layout.param_shapes(), batch), mesh, "h100")
     finally:
         pallas_kernels.prefer_kernels(before)
 
