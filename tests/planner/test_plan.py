@@ -17,6 +17,7 @@ from zerojax.planner.gpus import PluginMissing, load_target
 from zerojax.planner.models import GPT_SHAPES, GptShape, gpt
 from zerojax.planner.plan import plan_workload
 from zerojax.planner.time import Links, break_even, parse_bandwidth, step_time
+from zerojax.planner.workload import Workload, trace_workload
 
 
 def test_tracing_and_lowering_do_not_grow_with_the_layers():
@@ -201,3 +202,18 @@ def test_the_time_model_is_the_one_that_is_stated():
 @pytest.mark.parametrize(("text", "value"), [("400GB/s", 4e11), ("3200 Gbit/s", 4e11), ("1.5TB/s", 1.5e12), (7, 7.0)])
 def test_bandwidths_are_read_with_their_unit(text, value):
     assert parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize("scope", ["flash_attention", "another"])
+def test_scopes_of_fused_kernels_are_found_in_the_loss_wherever_they_stand(scope):
+    def loss(w, x):
+        @jax.checkpoint
+        def layer(h, _):
+            with jax.named_scope(scope):
+                return jnp.tanh(h @ w), None
+
+        return jnp.sum(jax.lax.scan(layer, x, None, length=2)[0])
+
+    shapes = (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((1, 8), jnp.float32))
+    workload = Workload(loss, *shapes, optax.adam(1e-3))
+    assert trace_workload(workload, 1, ["flash_attention"]).fused == ("flash_attention",) * (scope == "flash_attention")

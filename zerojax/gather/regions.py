@@ -19,6 +19,7 @@ from zerojax import _compat
 from zerojax.gather.checkpointed import ordered_checkpoint
 from zerojax.gather.deferred import Deferred, is_held, params_of, plain, without_gradient
 from zerojax.gather.equation import Equation, GatherWarning, disassemble, warn_if_gathered_early
+from zerojax.gather.scanned import gathered_ahead, scan_with_ahead
 from zerojax.gather.shards import is_stack, rearranged
 from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import LeafUse, Loop, cast_target, is_layered, uses_in
@@ -97,23 +98,27 @@ def scan_rule(e: Equation) -> list[Any]:
     moving = [not is_held(x) for x in carry]
     kept = [x for x, m in zip(carry, moving, strict=True) if not m]
     outer, layered, join = _apart(xs)
-    flat, rebuild = disassemble([*consts, *kept, *outer])
-    flat_xs, rebuild_xs = disassemble(layered, layer=True)
-
-    def body(carried: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
-        inner = e.scope.nested()
-        fixed, now = iter(rebuild(flat, inner)), iter(carried)
-        args = [*(next(fixed) for _ in consts), *(next(now) if m else next(fixed) for m in moving)]
-        out = e.evaluate(params["jaxpr"], [*args, *join(fixed, rebuild_xs(sliced, inner))], inner, flags)
-        new = [plain(x) for x, m in zip(out, moving, strict=False) if m]
-        return new, [plain(x) for x in out[loop.carried :]]
-
     first, order = [x for x, m in zip(carry, moving, strict=True) if m], e.scope.order
     if order is not None:
         first = order.through(first)
-    last, ys = lax.scan(
-        body, first, flat_xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
+    ahead = gathered_ahead(e, loop, inputs, flags)
+    if any(a is not None for a in ahead):
+        last, ys = scan_with_ahead(e, loop, ahead, consts, carry, outer, layered, join, first, flags)
+    else:
+        flat, rebuild = disassemble([*consts, *kept, *outer])
+        flat_xs, rebuild_xs = disassemble(layered, layer=True)
+
+        def body(carried: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
+            inner = e.scope.nested()
+            fixed, now = iter(rebuild(flat, inner)), iter(carried)
+            args = [*(next(fixed) for _ in consts), *(next(now) if m else next(fixed) for m in moving)]
+            out = e.evaluate(params["jaxpr"], [*args, *join(fixed, rebuild_xs(sliced, inner))], inner, flags)
+            new = [plain(x) for x, m in zip(out, moving, strict=False) if m]
+            return new, [plain(x) for x in out[loop.carried :]]
+
+        last, ys = lax.scan(
+            body, first, flat_xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        )
     results = iter(last if order is None else order.through(last))
     return [*(next(results) if m else x for x, m in zip(carry, moving, strict=True)), *ys]
 

@@ -39,6 +39,7 @@ class Scope:
         order: where the program has come to, for what gathers wait for; None where they wait for nothing: where nothing
             is gathered, and in loops, an iteration of which is bounded as it is.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
+        window: bytes of weights of a loop's next layer that are gathered while a layer computes; None: none are.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
@@ -55,9 +56,11 @@ class Scope:
         total: int = 0,
         forward_only: bool = False,
         order: Order | None = None,
+        window: int | None = None,
     ) -> None:
         self.collectives = collectives
         self.order = order
+        self.window = window
         self.total = total
         self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
@@ -76,7 +79,7 @@ class Scope:
         a rule that outlives the trace may close over it."""
         return functools.partial(
             Scope, self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            forward_only=self.forward_only, total=self.total,
+            forward_only=self.forward_only, total=self.total, window=self.window,
         )  # fmt: skip
 
     def enter(
@@ -110,14 +113,14 @@ class Scope:
 
     def held(self, stored: Sequence[Stored], marks: Sequence[Mark]) -> list[Any]:
         """What is held of parameters, not before the marks; the same for all uses, so that they share one gather."""
-        if self.order is not None:
-            new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
-            self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
-            self._alive.extend(stored)
-        held = [self._held.get(id(s.shard), s.shard) for s in stored]
+        if self.order is None:
+            return [s.shard for s in stored]
+        new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
+        self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
+        self._alive.extend(stored)
+        held = [self._held[id(s.shard)] for s in stored]
         # Tokens are differentiated: what has no gradient must not seem to have one by having waited for them.
-        frozen = [s.grad_accumulator is None for s in stored]
-        return [lax.stop_gradient(x) if f else x for x, f in zip(held, frozen, strict=True)]
+        return [x if s.grad_accumulator else lax.stop_gradient(x) for x, s in zip(held, stored, strict=True)]
 
     def secondary(self, stored: Stored, stack: int = 0) -> Stored:
         """The parameter held as its node-local secondary partition, made once in this scope.

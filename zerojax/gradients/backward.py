@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _compat
+from zerojax.collectives.packed import reduce_together
 from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.evaluate import evaluate_plain
@@ -33,6 +34,7 @@ from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import cast_target, leaf_uses, stacks_vectors
 from zerojax.gradients.replicas import held_by_replica, least_quantized, travels_by_deltas, up_to_date
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import prefetch_window
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -176,15 +178,7 @@ def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callab
     collectives = layout_collectives(layout)
 
     def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
-        pairs = []
-        for g, lost, p in zip(grads, feedback, placements, strict=True):
-            if g is None or p is None:
-                pairs.append((g, lost))
-            elif lost is None:
-                pairs.append((collectives.reduce(g, p), None))
-            else:
-                pairs.append(collectives.reduce_with_feedback(g, lost, p))
-        return [g for g, _ in pairs], [lost for _, lost in pairs]
+        return reduce_together(grads, feedback, placements, collectives, layout.config.pack_bytes)
 
     return reduce_all
 
@@ -258,13 +252,14 @@ def layout_scope(
         min_loop_size=layout.config.min_shard_size,
         forward_only=forward_only,
         order=order,
+        window=prefetch_window(layout.mesh, layout.config),
     )
 
 
 def _order(layout: Layout, tokens: Sequence[Token]) -> Order | None:
     """The order of gathers from the start of the program, where the configuration asks for one."""
-    window, (seed, first) = layout.config.prefetch_bytes, tokens
-    return None if layout.stage < 3 or window is None else Order(window, seed, [Mark(0, first)])
+    window, (seed, first) = prefetch_window(layout.mesh, layout.config), tokens
+    return None if window is None else Order(window, seed, [Mark(0, first)])
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:

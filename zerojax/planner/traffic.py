@@ -161,19 +161,20 @@ class _LeafTraffic:
         name = _wire_name(quantized, use.dtype)
         has_held = has_secondary(self.layout)
         # Levels are read and floats written for the full leaf, the reverse for the shard.
-        first = part.axes[0]
-        message = by_axis[first] // (self.sizes[first] - 1)
+        first = next(iter(by_axis))
+        message = by_axis[first] // (math.prod(self.sizes[axis] for axis in first.split("+")) - 1)
         passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
         found, in_loop = [], layers * use.repeats > 1
         for phase in ("forward", "backward") if use.in_backward else ("forward",):
-            for axis, received in by_axis.items():
-                last = axis == part.axes[-1]
+            for name_of_axes, received in by_axis.items():
+                axes = tuple(name_of_axes.split("+"))
+                last = axes[-1] == part.axes[-1]
                 if has_held and phase == "backward" and not last:
                     continue
                 # A secondary partition is made once, for all microbatches.
                 times = layers * use.repeats * (1 if has_held and not last else self.microbatches)
                 spent = passes * layers * use.repeats * self.microbatches if last else 0
-                found.append(self._move(phase, "all-gather", (axis,), name, in_loop, received * times, times, spent))
+                found.append(self._move(phase, "all-gather", axes, name, in_loop, received * times, times, spent))
         return found
 
     def _reductions(self, use: LeafUse, placement: Placement, times: int) -> list[Traffic]:
