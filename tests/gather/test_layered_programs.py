@@ -23,6 +23,7 @@ import zerojax
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
+    "stage 3, gathered ahead": {"stage": 3, "prefetch_bytes": 2**30},
     "stage 2": {"stage": 2},
     "secondary": {"stage": 3, "secondary": True},
 }

@@ -21,11 +21,11 @@ from zerojax.gather import regions, shards
 from zerojax.gather.deferred import apply_held, defer, is_held, params_of, plain
 from zerojax.gather.derivatives import custom_rule
 from zerojax.gather.equation import Equation, warn_if_gathered_early, warn_if_stack_is_gathered
-from zerojax.gather.primitives import PRIMITIVES, Kind, kind_of
+from zerojax.gather.primitives import PRIMITIVES, Kind, holds_loop, kind_of
 from zerojax.gather.replicated import Flags
 from zerojax.gather.rewritten import rewritten, sums_over_layers
 from zerojax.gather.stored import Scope, Stored
-from zerojax.gather.uses import holds_loop, is_layered, uses_inside
+from zerojax.gather.uses import is_layered, uses_inside
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope, replicated: Sequence[bool] | None = None) -> list[Any]:

@@ -157,3 +157,11 @@ def _layers_of_product(numbers: Any, shapes: Sequence[tuple[int, ...]]) -> list[
     if len(contracted) == len(shapes[0]):
         return None if 0 in of_right else [False, True]
     return None if 0 in contracted else [True, False]
+
+
+def holds_loop(jaxpr: Any) -> bool:
+    """Whether there is a loop in a jaxpr, at any depth."""
+    return any(
+        PRIMITIVES.get(eqn.primitive.name) in (Kind.SCAN, Kind.WHILE) or any(map(holds_loop, _compat.sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )

@@ -86,7 +86,7 @@ def cast_rule(e: Equation) -> list[Any]:
     if new == param.aval.dtype:  # already cast, where a secondary partition was made ahead of the region
         return [param]
     widens = new.itemsize > held.itemsize  # done before the gather, it would widen the wire
-    if widens or param.is_secondary or param.aval.dtype != held:
+    if widens or not param.placement.axes or param.is_secondary or param.aval.dtype != held:
         return [param.viewed(Cast(new))]
     return [e.scope.cast(param, new)]
 

@@ -38,6 +38,7 @@ class LeafUse:
         repeats: how often all of it is gathered: the length of a loop around that loop.
         alternatives: number of branches of which one is taken, where not all of them use it, or of entries along a dim
             other than the first of which one is taken.
+        in_branch: whether it stands in a branch of a condition that is not recomputed.
     """
 
     dtype: np.dtype
@@ -45,6 +46,7 @@ class LeafUse:
     in_backward: bool = True
     repeats: int = 1
     alternatives: int = dataclasses.field(default=1, repr=False)
+    in_branch: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def by_layer(self) -> bool:
@@ -95,14 +97,6 @@ def uses_inside(eqn: Any, followed: Sequence[bool], replicated: Sequence[bool]) 
     kind = PRIMITIVES.get(eqn.primitive.name, Kind.GATHER)
     _end(_of_equation(eqn, kind, values, list(replicated), _Place()), _Place())
     return [_merged([use for leaf in value for use in leaf.uses]) for value in values]
-
-
-def holds_loop(jaxpr: Any) -> bool:
-    """Whether there is a loop in a jaxpr, at any depth."""
-    return any(
-        PRIMITIVES.get(eqn.primitive.name) in (Kind.SCAN, Kind.WHILE) or any(map(holds_loop, _compat.sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def cast_target(uses: Sequence[LeafUse], dtype: np.dtype) -> np.dtype:
@@ -249,10 +243,11 @@ _Value = tuple[_Leaf, ...]  # the parameters that a value stands for; none for a
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in the program: under recomputation, and in loops of so many iterations."""
+    """Where in the program: under recomputation, in loops of so many iterations, in a branch."""
 
     recomputed: bool = False
     iterations: int = 1
+    in_branch: bool = False
 
 
 def _follow(jaxpr: Any, inputs: Sequence[_Value], flags: Sequence[bool], place: _Place) -> list[_Value]:
@@ -293,6 +288,7 @@ def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bo
     elif kind is Kind.EFFECT:
         _end(values, place)
     elif kind is Kind.COND:
+        place = dataclasses.replace(place, in_branch=not place.recomputed)
         branches = [_compat.open_jaxpr(branch)[0] for branch in eqn.params["branches"]]
         entering = _into_branches(branches, values[1:])
         for branch in branches:
@@ -379,8 +375,8 @@ def _of_loop(loop: Loop, values: list[_Value], replicated: list[bool], place: _P
 
 def _use(leaf: _Leaf, place: _Place, *, in_backward: bool) -> None:
     repeats = max(place.iterations // (leaf.layers * leaf.alternatives), 1)
-    again = in_backward or leaf.nonlinear or place.recomputed
-    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, again, repeats, leaf.alternatives))
+    again, parts = in_backward or leaf.nonlinear or place.recomputed, leaf.alternatives
+    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, again, repeats, parts, place.in_branch))
 
 
 def _end(values: Sequence[_Value], place: _Place) -> None:
@@ -391,8 +387,8 @@ def _end(values: Sequence[_Value], place: _Place) -> None:
 
 def _merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
     """Uses of the same dtype, layers and repeats as one: within a step they share a gather."""
-    found: dict[tuple[Any, int, int, int], bool] = {}
+    found: dict[Any, list[bool]] = {}
     for use in uses:
-        key = use.dtype, use.layers, use.repeats, use.alternatives
-        found[key] = found.get(key, False) or use.in_backward
-    return tuple(LeafUse(*key[:2], again, *key[2:]) for key, again in found.items())
+        any_of = found.setdefault((use.dtype, use.layers, use.repeats, use.alternatives), [False, False])
+        any_of[:] = any_of[0] or use.in_backward, any_of[1] or use.in_branch
+    return tuple(LeafUse(*key[:2], again, *key[2:], in_branch) for key, (again, in_branch) in found.items())
