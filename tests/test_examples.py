@@ -30,7 +30,7 @@ def start_example(name: str, *flags: str, **environment: str) -> subprocess.Pope
 
 def finish(process: subprocess.Popen[str]) -> str:
     try:
-        printed, errors = process.communicate(timeout=300)
+        printed, errors = process.communicate(timeout=900)
     finally:
         process.kill()
     assert process.returncode == 0, errors[-4000:]
