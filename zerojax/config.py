@@ -75,9 +75,14 @@ class ZeroConfig:
         kernels: who quantises on GPUs: "auto" takes a Pallas kernel where its first use on the device shows that it has
             the bits of XLA's program and is not slower, "always" where there is one, "never" leaves it to XLA. The
             values are the same. The environment variable PALLAS_KERNELS says it for "auto".
-        prefetch_bytes: bytes of full weights that may be gathered ahead of their use outside of loops (stage 3); the
-            next use's weights always may, however large. Memory then does not grow with the number of layers of an
-            unrolled model. None: the compiler decides, and holds more the more layers there are.
+        prefetch_bytes: bytes of full weights that may be gathered ahead of their use (stage 3). Outside of loops the
+            next use's weights always may, however large, and memory does not grow with the number of layers; in a
+            scanned loop so much of the next layer travels while one computes. None: the compiler decides: a loop waits
+            for its layer, and an unrolled model holds more the more layers it has. "auto": 2**30 on GPUs; None on CPUs,
+            where XLA overlaps nothing and the longer program would only be compiled longer.
+        pack_bytes: bytes of full leaves (weights or gradients) that travel in one message where small leaves are needed
+            one after the other; a larger leaf travels by itself. 4 MiB cross even a slow GPU network in less than the
+            latency of a few messages. 0: each leaf by itself. Values and bytes do not depend on it.
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
@@ -103,7 +108,8 @@ class ZeroConfig:
     error_feedback: bool = False
     min_quantize_size: int = 2**14
     kernels: Literal["auto", "always", "never"] = "auto"
-    prefetch_bytes: int | None = None
+    prefetch_bytes: int | Literal["auto"] | None = "auto"
+    pack_bytes: int = 4 * 2**20
 
     @classmethod
     def zero_plus_plus(cls, **overrides: Any) -> ZeroConfig:
@@ -131,8 +137,13 @@ class ZeroConfig:
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"ZeroConfig({field}={value!r}): {field} is a number of elements, 0 or more")
         window = self.prefetch_bytes
-        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
-            raise ValueError(f"ZeroConfig(prefetch_bytes={window!r}): None or a number of bytes (0 or more) is needed")
+        known = window is None or window == "auto"
+        if not known and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
+            raise ValueError(
+                f"ZeroConfig(prefetch_bytes={window!r}): 'auto', None or a number of bytes (0 or more) is needed"
+            )
+        if isinstance(self.pack_bytes, bool) or not isinstance(self.pack_bytes, int) or self.pack_bytes < 0:
+            raise ValueError(f"ZeroConfig(pack_bytes={self.pack_bytes!r}): a number of bytes (0 or more) is needed")
         for field in ("master_dtype", "grad_dtype"):
             object.__setattr__(self, field, _float_name(field, getattr(self, field)))
         self._check_techniques()
@@ -172,7 +183,7 @@ class ZeroConfig:
                 (self.stage < 3 and "weights are gathered only at stage 3")
                 or (len(self.axes) < 2 and "it needs two axes, ('node', 'local')")),
             "quantize_gradients": pair and self.stage < 1 and "stage 0 all-reduces full gradients; use stage 1 to 3",
-            "prefetch_bytes": self.prefetch_bytes is not None and self.stage < 3
+            "prefetch_bytes": self.prefetch_bytes not in (None, "auto") and self.stage < 3
                 and "weights are gathered only at stage 3",
             "rounding": self.rounding != "nearest" and not pair and "it applies to quantize_gradients, which is None",
             "kernels": self.kernels != "auto" and not pair and not self.quantize_weights and not self.weight_deltas

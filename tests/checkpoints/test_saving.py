@@ -283,3 +283,15 @@ def test_a_missing_orbax_is_named_with_the_command_that_adds_it(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match="pip install orbax-checkpoint"):
         zerojax.save(tmp_path / "run", layout.shard(parameters()), layout)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e4m3", "float4_e2m1fn", "uint4"])
+def test_narrow_numbers_come_back_bit_for_bit_padding_or_not(tmp_path, dtype):
+    numbers = np.random.default_rng(0).uniform(1, 3, (7, 5))  # needs a row of padding on eight devices
+    params = {"scales": jnp.asarray(numbers, jnp.float32).astype(dtype), "w": jnp.ones((8,))}
+    layout = models.make_layout(params, "2x4", 3, trainable=lambda path, x: "w" in str(path))
+    for given in (params, jax.device_get(params)):
+        stored = layout.shard(given)
+        zerojax.save(tmp_path / "params", stored, layout, overwrite=True)
+        back = layout.unshard(zerojax.restore(tmp_path / "params", layout, like=layout.param_shapes()))
+        assert jax.device_get(back["scales"]).tobytes() == jax.device_get(params["scales"]).tobytes()

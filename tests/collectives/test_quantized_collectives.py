@@ -84,6 +84,23 @@ def gathers(mesh, placements, fmt):
     return over_devices(mesh, move, ([p.data_spec for p in placements],), P(AXES))
 
 
+@pytest.mark.parametrize(("nodes", "local"), [(2, 4), (3, 2), (1, 8)])
+def test_a_gather_over_both_axes_at_once_gives_the_leaf_in_order(nodes, local, rng):
+    mesh, collectives = make_mesh(nodes, local), plain_collectives(flat=True)
+    placements = [placed(shape, mesh) for shape in ((48, 80), (7, 7))]
+    leaves = [rng.normal(size=p.shape).astype(np.float32) for p in placements]
+
+    def move(shards):
+        return [collectives.gather(x, p)[None] for x, p in zip(shards, placements, strict=True)]
+
+    gather = over_devices(mesh, move, ([p.data_spec for p in placements],), P(AXES))
+    for got, want in zip(gather([padded(x, p) for x, p in zip(leaves, placements, strict=True)]), leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(want, got.shape))
+    sizes = {"node": nodes, "local": local}
+    received = collectives.gather_bytes(placements[0], sizes)
+    assert received == {"+".join(placements[0].axes): (mesh.size - 1) * 4 * 48 * 80 // mesh.size}
+
+
 def reductions(mesh, placements, formats, **options):
     """Stacked gradients of all devices, for several leaves, to the shards of their sums."""
     collectives = quantized_gradients(plain_collectives(), formats, AXES, **options)

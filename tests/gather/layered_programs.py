@@ -168,7 +168,7 @@ def rule_of_its_own_around_each_layer(p, x):
     return mean(lax.scan(lambda h, st: (wrapped(*st, h), None), x, (p["s"], p["t"]))[0])
 
 
-@told
+@layered
 def layers_one_by_one_and_all_at_once(p, x):
     def body(h, i):
         return layer(h, p["s"][i], p["t"][i]) + p["s"].sum(), None
@@ -237,4 +237,6 @@ def normalised_weights_one_by_one(p, x):
 def inputs():
     params = {name: value for name, value in parameters().items() if name in "wvstb"}
     scale = 1 + jax.random.normal(jax.random.key(9), (LENGTH,)) / 9
-    return {**params, "u": jax.random.normal(jax.random.key(8), (12, 16)) / 2, "scale": scale}
+    shapes = {"u": (12, 16), "g": (4, 12, 12), "a": (3, 12, 2), "c": (3, 2, 16), "middle": (12, 3, 16)}
+    more = {name: jax.random.normal(jax.random.key(8 + i), shape) / 2 for i, (name, shape) in enumerate(shapes.items())}
+    return {**params, **more, "scale": scale}

@@ -13,6 +13,7 @@ import jax
 import models
 import numpy as np
 import pytest
+import stack_programs
 from layered_programs import LAYERED, TOLD, inputs
 from test_gather_on_use import W, walk, wanted
 from tolerances import BFLOAT16_OF_4, FLOAT32
@@ -22,9 +23,15 @@ import zerojax
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
+    "stage 3, gathered ahead": {"stage": 3, "prefetch_bytes": 2**30},
     "stage 2": {"stage": 2},
     "secondary": {"stage": 3, "secondary": True},
 }
+# Nothing is gathered at stage 2: what decides where is the same at each program of a kind.
+CASES = [
+    (name, setting) for name, fn in LAYERED.items() for setting in SETTINGS
+    if setting != "stage 2" or fn.__module__ != stack_programs.__name__
+]  # fmt: skip
 
 
 @functools.cache
@@ -40,6 +47,8 @@ def results(setting: str) -> dict[str, Any]:
     def everything(p, x):
         out = {}
         for name, fn in LAYERED.items():
+            if (name, setting) not in CASES:
+                continue
             try:
                 out[name] = zerojax.value_and_grad(fn, layout)(p, x)
             except Exception as error:  # one program's failure is that program's alone
@@ -52,8 +61,7 @@ def results(setting: str) -> dict[str, Any]:
     return {**{name: (loss, layout.unshard(grads)) for name, (loss, grads) in out.items()}, **failures}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.parametrize(("name", "setting"), CASES)
 def test_layers_inside_other_control_flow_have_their_values_and_gradients(name, setting):
     got, want = results(setting)[name], results("")[name]
     if isinstance(got, Exception):

@@ -115,4 +115,4 @@ def gathered_bytes(program):
 
 
 def is_inner(collective):
-    return tuple(collective.axes) == ("local",)
+    return tuple(collective.axes) == ("node", "local")

@@ -156,7 +156,7 @@ def stack_scanned_and_used_whole(p, x):
 
 @program
 def stack_reshaped_before_the_loop(p, x):
-    return mean(layers(x, p["s"].reshape(36, 16).reshape(3, 12, 16), p["t"]))
+    return mean(layers(x, p["s"].reshape(48, 12).reshape(3, 12, 16), p["t"]))
 
 
 @program

@@ -131,7 +131,7 @@ def test_on_other_generations_no_spills(gpu):
     )
     here = pathlib.Path(__file__)
     command = [sys.executable, "-c", program, str(here.parent), str(here.parents[2])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line.count(" ") == 1]
     assert len(counts) == len(CASES[::3])

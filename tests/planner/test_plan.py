@@ -17,6 +17,7 @@ from zerojax.planner.gpus import PluginMissing, load_target
 from zerojax.planner.models import GPT_SHAPES, GptShape, gpt
 from zerojax.planner.plan import plan_workload
 from zerojax.planner.time import Links, break_even, parse_bandwidth, step_time
+from zerojax.planner.workload import Workload, trace_workload
 
 
 def test_tracing_and_lowering_do_not_grow_with_the_layers():
@@ -75,6 +76,14 @@ def test_error_feedback_has_a_class_of_its_own():
     elements = 2 * 4 * 512 * 2048
     assert found["error_feedback"] == elements // 8 * 2  # bfloat16, 1/local on each device
     assert plan_stack(compiles=False).configs[0].memory.classes["error_feedback"] == 0
+
+
+def test_the_replica_of_weight_deltas_has_a_class_of_its_own_in_place_of_the_secondary():
+    found = plan_stack(config=ZeroConfig(weight_deltas="int4"), num_nodes=2, compiles=False).configs[0]
+    elements = 2 * 4 * 512 * 2048
+    assert found.memory.classes["replica"] == elements // 8 * 2  # bfloat16, 1/local on each device
+    assert found.memory.classes["secondary"] == 0
+    assert found.name == "stage 3 + weight deltas int4"
 
 
 def test_techniques_without_effect_on_the_cluster_are_named():
@@ -201,3 +210,18 @@ def test_the_time_model_is_the_one_that_is_stated():
 @pytest.mark.parametrize(("text", "value"), [("400GB/s", 4e11), ("3200 Gbit/s", 4e11), ("1.5TB/s", 1.5e12), (7, 7.0)])
 def test_bandwidths_are_read_with_their_unit(text, value):
     assert parse_bandwidth(text) == value
+
+
+@pytest.mark.parametrize("scope", ["flash_attention", "another"])
+def test_scopes_of_fused_kernels_are_found_in_the_loss_wherever_they_stand(scope):
+    def loss(w, x):
+        @jax.checkpoint
+        def layer(h, _):
+            with jax.named_scope(scope):
+                return jnp.tanh(h @ w), None
+
+        return jnp.sum(jax.lax.scan(layer, x, None, length=2)[0])
+
+    shapes = (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((1, 8), jnp.float32))
+    workload = Workload(loss, *shapes, optax.adam(1e-3))
+    assert trace_workload(workload, 1, ["flash_attention"]).fused == ("flash_attention",) * (scope == "flash_attention")

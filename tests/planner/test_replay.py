@@ -266,6 +266,8 @@ def test_copies_to_and_from_the_host_take_its_link_one_after_the_other_beside_co
     assert found.seconds == pytest.approx(4 + 4 + 12 / 6)
     assert found.exposed == pytest.approx(2 + 2)
     assert found.hidden_share == 1  # there is no collective
+    waits = [(event.name, event.end - event.begin) for event in found.events if event.lane == "waits"]
+    assert waits == [("out", pytest.approx(2)), ("in", pytest.approx(2))]
     copies = [(event.begin, event.end, event.num_bytes) for event in found.events if event.lane == "host"]
     assert copies == [(0, pytest.approx(4), 10**6), (pytest.approx(4), pytest.approx(8), 10**6)]
 

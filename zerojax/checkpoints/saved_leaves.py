@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from zerojax import _compat
 from zerojax.layout.layout import Layout
@@ -166,11 +167,12 @@ def _some(names: list[str]) -> str:
 def raw(value: Any) -> Any:
     """What is written: PRNG keys as the integers they are made of, and what zarr has no type for as bytes."""
     if not _compat.is_prng_key(value):
-        if str(getattr(value, "dtype", "")) not in ("uint2", "uint4"):
+        dtype = str(getattr(value, "dtype", ""))
+        if dtype not in ("uint2", "uint4", "float8_e4m3"):
             return value
         if isinstance(value, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(value.shape, jnp.uint8, sharding=value.sharding)
-        return value.astype(jnp.uint8)
+        return lax.bitcast_convert_type(value, jnp.uint8) if dtype == "float8_e4m3" else value.astype(jnp.uint8)
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.eval_shape(jax.random.key_data, value)
     return jax.random.key_data(value)

@@ -302,6 +302,8 @@ def _empty(leaf: SavedLeaf, layout: Layout) -> jax.Array:
 
 def _from_raw(value: jax.Array, like: Any) -> jax.Array:
     if not _compat.is_prng_key(like):
+        if value.dtype == jnp.uint8 and jnp.issubdtype(like.dtype, jnp.floating):  # what zarr has no type for
+            return jax.lax.bitcast_convert_type(value, like.dtype)
         return value if value.dtype == jnp.result_type(like) else value.astype(like.dtype)
     kind: list[Any] = []  # of keys that may be shapes only: asked under a trace
     jax.eval_shape(lambda keys: kind.append(jax.random.key_impl(keys)), like)

@@ -3,13 +3,16 @@
 `Collectives` is a record of pure functions over (local array, Placement), so that plain and quantised versions are
 interchangeable values. The plain gather runs over "node" first and then over "local": with slices in local-major order
 each hop concatenates contiguous chunks, and every byte crosses into a node once. The reduction is its mirror image.
-Costs stand beside the code, in bytes received per device.
+Where the library's rings follow the topology, whatever the order of the ranks (NCCL), a gather is flat: one message
+over both axes, whose hops overlap inside the collective; each byte still enters a node once. A ring in the order of
+the ranks (gloo) would change node at every step and bring each byte in twice. Costs stand beside the code, in bytes
+received per device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,8 +39,13 @@ class Collectives(NamedTuple):
             the sum itself.
         reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what
             this one lost); the losses are those of this device's chunk in the hop between nodes, zero if unquantised.
-        gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis.
+        gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis; "node+local"
+            where one collective runs over both.
         reduce_bytes: the same for `reduce`.
+        unit: (placement) -> elements of which a leaf's shard holds a multiple, so that it can travel in one message
+            with others (`zerojax.collectives.packed`) and its blocks stay its own; 0: it travels by itself.
+        gathers: whether a gather moves anything: not where parameters are whole on every device.
+        reduces: whether a reduction moves anything.
     """
 
     gather: Callable[[jax.Array, Placement], jax.Array]
@@ -47,10 +55,13 @@ class Collectives(NamedTuple):
     reduce_with_feedback: Callable[[jax.Array, jax.Array, Placement], tuple[jax.Array, jax.Array]]
     gather_bytes: Callable[[Placement, Sizes], dict[str, int]]
     reduce_bytes: Callable[[Placement, Sizes], dict[str, int]]
+    unit: Callable[[Placement], int]
+    gathers: bool = True
+    reduces: bool = True
 
 
 def plain_collectives(
-    other_axes: tuple[str, ...] = (), grad_dtype: str | None = None, *, secondary: bool = False
+    other_axes: tuple[str, ...] = (), grad_dtype: str | None = None, *, secondary: bool = False, flat: bool = False
 ) -> Collectives:
     """Unquantised collectives; the wire carries the dtype of the operand.
 
@@ -62,13 +73,15 @@ def plain_collectives(
             axis would gather it there first, so each one runs in a nested `shard_map` over these axes.
         grad_dtype: dtype on the wire of `reduce`; None, and a complex gradient, keep the gradient's own.
         secondary: whether weights keep a node-local secondary partition for the backward pass.
+        flat: whether a gather is one collective over all data axes rather than one for each. Reductions keep their
+            hops: a ring of all devices would round a two-byte sum at each of them.
     """
 
     def gather(shard: jax.Array, placement: Placement) -> jax.Array:
         return _gather_over(placement.axes, shard, placement)
 
     def make_secondary(shard: jax.Array, placement: Placement, stack: int) -> jax.Array:
-        held = within_other_axes(lambda x: gather_over(x, placement, placement.axes[:-1]), placement, other_axes)
+        held = within_other_axes(lambda x: gather_over(x, placement, hops(placement.axes[:-1])), placement, other_axes)
         return held(shard)
 
     def gather_secondary(held: jax.Array, placement: Placement) -> jax.Array:
@@ -77,14 +90,22 @@ def plain_collectives(
     def _gather_over(axes: tuple[str, ...], shard: jax.Array, placement: Placement) -> jax.Array:
         if not placement.is_sharded:
             return shard
-        full = within_other_axes(lambda x: gather_over(x, placement, axes), placement, other_axes)(shard)
+        full = within_other_axes(lambda x: gather_over(x, placement, hops(axes)), placement, other_axes)(shard)
         return unpad(full, placement)
+
+    def hops(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+        return [axes] if flat else [(axis,) for axis in axes]
+
+    def bytes_of_gather(placement: Placement, sizes: Sizes) -> dict[str, int]:
+        return grown_bytes(placement.shard_bytes, placement, sizes, hops(placement.axes))
 
     def wire_dtype(dtype: np.dtype) -> np.dtype:
         real = jnp.issubdtype(dtype, jnp.floating)  # a complex gradient would lose its imaginary part
         return jnp.dtype(grad_dtype) if grad_dtype is not None and real else dtype
 
     def reduce(full: jax.Array, placement: Placement) -> jax.Array:
+        if not placement.axes:  # whole, as it is
+            return full
         dtype = full.dtype
         wire = full.astype(wire_dtype(dtype))
         summed = within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(wire, placement))
@@ -96,23 +117,29 @@ def plain_collectives(
     def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
         return reduce(full, placement), jnp.zeros_like(feedback)
 
+    def unit(placement: Placement) -> int:
+        # A leaf with a split of its own over other axes keeps its shape, and so does an integer.
+        apart = any(entry is not None for entry in placement.spec)
+        real = placement.dtype.kind in "fuV" and placement.dtype.itemsize > 1
+        return int(placement.is_sharded and real and not apart and math.prod(placement.shard_shape) > 0)
+
     return Collectives(
-        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_with_feedback, gather_bytes,
-        reduce_bytes,
+        gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_with_feedback,
+        bytes_of_gather, reduce_bytes, unit,
     )  # fmt: skip
 
 
 def identity_gather(collectives: Collectives) -> Collectives:
     """The same reductions for parameters that are replicated (stages 1 and 2)."""
     return collectives._replace(
-        gather=lambda full, placement: full, secondary=None, gather_bytes=lambda placement, sizes: {}
+        gather=lambda full, placement: full, secondary=None, gather_bytes=lambda placement, sizes: {}, gathers=False
     )
 
 
 def unreduced(collectives: Collectives) -> Collectives:
     """The same gathers for gradients that stay full on each device, to be summed and reduced later."""
     return collectives._replace(
-        reduce=lambda full, placement: full, reduce_bytes=lambda placement, sizes: {}
+        reduce=lambda full, placement: full, reduce_bytes=lambda placement, sizes: {}, reduces=False
     )
 
 
@@ -163,12 +190,13 @@ def reduce_linearly(full: jax.Array, placement: Placement, other_axes: tuple[str
     return within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(full, placement))
 
 
-def gather_over(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """All-gather along the placement's dim, outermost axis first; local to local (padded)."""
+def gather_over(shard: jax.Array, placement: Placement, hops: Sequence[str | tuple[str, ...]]) -> jax.Array:
+    """All-gather along the placement's dim, hop by hop, outermost axis first; local to local (padded)."""
     assert placement.dim is not None
     bits = _as_bits(shard)
-    for axis in axes:
-        bits = lax.all_gather(bits, axis, axis=placement.dim, tiled=True)
+    for axes in hops:  # slices are in local-major order
+        names = axes if isinstance(axes, str) else tuple(reversed(axes))
+        bits = lax.all_gather(bits, names, axis=placement.dim, tiled=True)
     return _from_bits(bits, shard.dtype)
 
 
@@ -204,13 +232,16 @@ def gather_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
     return grown_bytes(placement.shard_bytes, placement, sizes)
 
 
-def grown_bytes(held: int, placement: Placement, sizes: Sizes) -> dict[str, int]:
-    """Bytes received per device, by axis, when `held` bytes are gathered over the placement's axes in turn."""
+def grown_bytes(
+    held: int, placement: Placement, sizes: Sizes, hops: Sequence[tuple[str, ...]] | None = None
+) -> dict[str, int]:
+    """Bytes received per device, by axes, when `held` bytes are gathered hop by hop; None: an axis a hop."""
     received: dict[str, int] = {}
     if placement.is_sharded:
-        for axis in placement.axes:
-            received[axis] = held * (sizes[axis] - 1)
-            held *= sizes[axis]
+        for axes in [(axis,) for axis in placement.axes] if hops is None else hops:
+            many = math.prod(sizes[axis] for axis in axes)
+            received["+".join(axes)] = held * (many - 1)
+            held *= many
     return received
 
 

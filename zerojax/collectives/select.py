@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zerojax.collectives.plain import Collectives, gather_linearly, identity_gather, plain_collectives, reduce_linearly
 from zerojax.collectives.quantized import Pair, quantized_gradients, quantized_weights
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import other_axes
+from zerojax.layout.mesh import gathers_in_one_hop, other_axes
 from zerojax.layout.placement import Placement
 
 Move = Callable[[jax.Array, Placement], jax.Array]
@@ -26,7 +26,9 @@ def layout_collectives(layout: Layout) -> Collectives:
     """The movements that a layout's configuration asks for, on its mesh."""
     config = layout.config
     others = other_axes(layout.mesh, config.axes)
-    out = plain_collectives(others, config.grad_dtype, secondary=has_secondary(layout))
+    out = plain_collectives(
+        others, config.grad_dtype, secondary=has_secondary(layout), flat=gathers_in_one_hop(layout.mesh, config)
+    )
     if config.quantize_weights is not None:
         out = quantized_weights(out, config.quantize_weights, others, config.kernels)  # type: ignore[arg-type]
     if config.quantize_gradients is not None:

@@ -17,8 +17,11 @@ import jax
 from jax import lax
 
 from zerojax import _compat
-from zerojax.gather.primitives import DEFERRED_AT_ONCE, layer_flags
+from zerojax.gather.primitives import defers, layer_flags
 from zerojax.gather.stored import Stored, apply_with_gather
+
+# Parameters of equations that name the extent of dim 0.
+_EXTENTS = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class Deferred:
             params = None
             if not self.is_whole:  # the equation was traced on all layers
                 extent = self.layers or 1
-                sizes = {n: (extent, *eqn.params[n][1:]) for n in ("shape", "new_sizes") if n in eqn.params}
+                sizes = {n: (extent, *eqn.params[n][1:]) for n in _EXTENTS if n in eqn.params}
                 params = {**eqn.params, **sizes}
             args = [values[i] if isinstance(i, int) else i.val for i in inputs]
             values += _compat.bind_equation(eqn, args, params)
@@ -151,10 +154,11 @@ def defer(eqn: Any, inputs: Sequence[Any], broadcasts: dict[int, Any]) -> Deferr
     steps.step(eqn, numbers)
     params = {id(p.root): p for leaf in steps.leaves for p in params_of(leaf)}
     shape = tuple(eqn.outvars[0].aval.shape)
-    largest = max(math.prod(x.aval.shape) for x in inputs if is_held(x))
-    if len(params) > DEFERRED_AT_ONCE or not shape or math.prod(shape) > largest:
+    stacked = steps.stacked(shape[0]) if shape else None
+    sizes = [math.prod(p.placement.shape) for p in params.values()]
+    flags = None if stacked is None else layer_flags(eqn, shape[0])
+    if not defers(eqn, [is_held(x) for x in inputs], sizes, flags):
         return None
-    stacked = steps.stacked(shape[0])
     length = None if stacked is None else shape[0]
     count = len(steps.leaves)
     numbered = tuple((e, tuple(k.number(count) if isinstance(k, _Key) else k for k in keys)) for e, keys in steps.steps)

@@ -17,6 +17,8 @@ from zerojax.gather.stored import Movement, Scope, Stored
 
 # Parameters gathered together that are more than this part of all are no longer one layer of many.
 _MOST_OF_A_MODEL = 0.5
+# A stack of more than this part of all elements is the layers, or the experts, of a model.
+_LARGE_STACK = 0.125
 
 
 class GatherWarning(UserWarning):
@@ -81,6 +83,26 @@ def warn_if_gathered_early(params: Sequence[Stored], layered: Sequence[bool], sc
             GatherWarning,
             stacklevel=2,
         )
+
+
+def warn_if_stack_is_gathered(params: Sequence[Stored], scope: Scope, why: str) -> None:
+    """Says so where a stack that is a large part of a model is gathered in full for one use.
+
+    Args:
+        params: what is gathered together.
+        scope: their scope.
+        why: what of the use needs all of it.
+    """
+    for p in params:
+        placement = p.placement
+        moved = scope.collectives.gather_bytes(placement, dict.fromkeys(placement.axes, 2))
+        if len(placement.shape) > 2 and moved and math.prod(placement.shape) > _LARGE_STACK * scope.total > 0:
+            warnings.warn(
+                f"params{placement.path} {placement.shape} is gathered in full: {why}; a loop over it (lax.scan, "
+                "lax.map) would gather one part at a time",
+                GatherWarning,
+                stacklevel=2,
+            )
 
 
 Rebuild = Callable[[Sequence[Any], Scope], list[Any]]

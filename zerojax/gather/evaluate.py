@@ -20,11 +20,12 @@ from zerojax import _compat
 from zerojax.gather import regions, shards
 from zerojax.gather.deferred import apply_held, defer, is_held, params_of, plain
 from zerojax.gather.derivatives import custom_rule
-from zerojax.gather.equation import Equation, warn_if_gathered_early
-from zerojax.gather.primitives import PRIMITIVES, Kind, kind_of
+from zerojax.gather.equation import Equation, warn_if_gathered_early, warn_if_stack_is_gathered
+from zerojax.gather.primitives import PRIMITIVES, Kind, holds_loop, kind_of
 from zerojax.gather.replicated import Flags
+from zerojax.gather.rewritten import rewritten, sums_over_layers
 from zerojax.gather.stored import Scope, Stored
-from zerojax.gather.uses import holds_loop, is_layered, uses_inside
+from zerojax.gather.uses import is_layered, uses_inside
 
 
 def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope, replicated: Sequence[bool] | None = None) -> list[Any]:
@@ -71,6 +72,7 @@ def evaluate_plain(
 def _gather_rule(e: Equation) -> list[Any]:
     """The parameters are gathered and the equation is applied."""
     _warn_of_region(e)
+    _warn_of_stack(e)
     return apply_held(e.bound(), e.inputs)
 
 
@@ -80,10 +82,30 @@ def _effect_rule(e: Equation) -> list[Any]:
     return e.bound()([plain(x) for x in e.inputs])
 
 
+def _rewrite_rule(e: Equation) -> list[Any]:
+    """An equivalent program is run in place of the equation."""
+    return e.evaluate(rewritten(e.eqn), e.inputs, e.scope, e.replicated)
+
+
 def _defer_rule(e: Equation) -> list[Any]:
-    """The equation waits for the use of its result."""
+    """The equation waits for the use of its result; a sum over a stack of layers is taken one by one."""
+    if sums_over_layers(e.eqn) and regions.enters_by_layer(e.inputs[0], e.scope):
+        return _rewrite_rule(e)
     deferred = defer(e.eqn, e.inputs, e.scope.broadcasts)
     return _gather_rule(e) if deferred is None else [deferred]
+
+
+def _warn_of_stack(e: Equation) -> None:
+    """Says so where the entries of dim 0 of a large array, experts or layers, are used all at once."""
+    name = e.eqn.primitive.name
+    for x, atom in zip(e.inputs, e.eqn.invars, strict=True):
+        if not is_held(x) or len(atom.aval.shape) < 3 or name == "conv_general_dilated":
+            continue
+        if name == "dot_general":
+            contracted, _ = e.eqn.params["dimension_numbers"]
+            if 0 in contracted[0 if atom is e.eqn.invars[0] else 1]:
+                continue
+        warn_if_stack_is_gathered(params_of(x), e.scope, f"{name} uses all of its dim 0 at once")
 
 
 def _warn_of_region(e: Equation) -> None:
@@ -118,6 +140,7 @@ _RULES: dict[Kind, Callable[[Equation], list[Any]]] = {
     Kind.SQUEEZE: shards.squeeze_rule,
     Kind.STOP: shards.stop_rule,
     Kind.STACK: shards.stack_rule,
+    Kind.REWRITE: _rewrite_rule,
     Kind.DEFER: _defer_rule,
     Kind.CALL: regions.call_rule,
     Kind.CHECKPOINT: regions.checkpoint_rule,

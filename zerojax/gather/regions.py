@@ -16,11 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
+from zerojax.gather.changes import LayerChanges
 from zerojax.gather.checkpointed import ordered_checkpoint
 from zerojax.gather.deferred import Deferred, is_held, params_of, plain, without_gradient
 from zerojax.gather.equation import Equation, GatherWarning, disassemble, warn_if_gathered_early
-from zerojax.gather.stored import Cast, Scope, Stored
+from zerojax.gather.scanned import gathered_ahead, scan_with_ahead
+from zerojax.gather.shards import is_stack, rearranged
+from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import LeafUse, Loop, cast_target, is_layered, uses_in
+from zerojax.gather.views import Cast
 from zerojax.layout.placement import Placement
 
 
@@ -95,23 +99,32 @@ def scan_rule(e: Equation) -> list[Any]:
     moving = [not is_held(x) for x in carry]
     kept = [x for x, m in zip(carry, moving, strict=True) if not m]
     outer, layered, join = _apart(xs)
-    flat, rebuild = disassemble([*consts, *kept, *outer])
-    flat_xs, rebuild_xs = disassemble(layered, layer=True)
-
-    def body(carried: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
-        inner = e.scope.nested()
-        fixed, now = iter(rebuild(flat, inner)), iter(carried)
-        args = [*(next(fixed) for _ in consts), *(next(now) if m else next(fixed) for m in moving)]
-        out = e.evaluate(params["jaxpr"], [*args, *join(fixed, rebuild_xs(sliced, inner))], inner, flags)
-        new = [plain(x) for x, m in zip(out, moving, strict=False) if m]
-        return new, [plain(x) for x in out[loop.carried :]]
-
     first, order = [x for x, m in zip(carry, moving, strict=True) if m], e.scope.order
     if order is not None:
         first = order.through(first)
-    last, ys = lax.scan(
-        body, first, flat_xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
+    ahead = gathered_ahead(e, loop, inputs, flags)
+    if any(a is not None for a in ahead):
+        last, ys = scan_with_ahead(e, loop, ahead, consts, carry, outer, layered, join, first, flags)
+    else:
+        flat, rebuild = disassemble([*consts, *kept, *outer])
+        changes = LayerChanges(layered, params["length"], reverse=params["reverse"])
+        flat_xs, rebuild_xs = disassemble(changes.stacks(layered), layer=True)
+
+        def body(state: tuple[list[Any], list[Any]], part: tuple[list[Any], Any]) -> tuple[Any, Any]:
+            inner, (carried, current), (sliced, index) = e.scope.nested(), state, part
+            following = changes.after(index)  # travels while this layer is computed
+            layers = rebuild_xs(changes.filled(sliced, current), inner)
+            fixed, now = iter(rebuild(flat, inner)), iter(carried)
+            args = [*(next(fixed) for _ in consts), *(next(now) if m else next(fixed) for m in moving)]
+            out = e.evaluate(params["jaxpr"], [*args, *join(fixed, layers)], inner, flags)
+            new = [plain(x) for x, m in zip(out, moving, strict=False) if m]
+            return (new, following), ([plain(x) for x in out[loop.carried :]], current)
+
+        (last, _), (ys, changed) = lax.scan(
+            body, (first, changes.first), (flat_xs, changes.indices), length=params["length"],
+            reverse=params["reverse"], unroll=params["unroll"],
+        )  # fmt: skip
+        e.scope.changed.update(zip(changes.paths(), changed, strict=True))
     results = iter(last if order is None else order.through(last))
     return [*(next(results) if m else x for x, m in zip(carry, moving, strict=True)), *ys]
 
@@ -188,7 +201,10 @@ def _of_body(e: Equation, loop: Loop) -> list[Any]:
     followed = [is_held(x) for x in inputs]
     stored, uses = loop.stored(followed, flags), loop.uses(followed, flags)
     out, before = [], []
-    for x, enters, used in zip(inputs, stored, uses, strict=True):
+    _warn_of_returned(inputs, loop.returned(stored, flags), e.scope)
+    for i, (x, enters, used) in enumerate(zip(inputs, stored, uses, strict=True)):
+        if i < loop.first_xs and isinstance(x, Stored) and x.is_secondary and not is_layered(used):
+            enters = False  # parts of it cannot be taken
         if enters and (entering := _entering(x, e.scope)) is not None:
             out.append(entering)
         elif isinstance(x, Stored):
@@ -196,13 +212,24 @@ def _of_body(e: Equation, loop: Loop) -> list[Any]:
         else:
             out.append(plain(x))
         if is_held(x) and used and not enters:
-            before += [(p, any(use.layers > 1 for use in used)) for p in params_of(x)]
+            before += [(p, any(use.by_layer for use in used)) for p in params_of(x)]
     warn_if_gathered_early(
         [x for x, _ in before], [by_layer for _, by_layer in before], e.scope,
         "a loop uses them in every iteration, and gathers in each would multiply the traffic; scan over a stack of "
         "layers inside the loop, and use it in no other way",
     )  # fmt: skip
     return out
+
+
+def _warn_of_returned(inputs: Sequence[Any], returned: Sequence[Sequence[int]], scope: Scope) -> None:
+    """Says so where a loop hands on weights: what an iteration returns is an array, and all of them are kept."""
+    found = sorted({i for numbers in returned for i in numbers})
+    params = [p for i in found for p in params_of(inputs[i]) if len(p.placement.shape) > 1]
+    warn_if_gathered_early(
+        params, [True] * len(params), scope,
+        "a loop returns or carries what it takes from them as arrays, which are kept for the backward pass; look each "
+        "weight up in the iteration that uses it, and return none",
+    )  # fmt: skip
 
 
 def _apart(xs: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[[Iterator[Any], Sequence[Any]], list[Any]]]:
@@ -231,6 +258,7 @@ def _apart(xs: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[[Iterator[
 def _entering(x: Any, scope: Scope) -> Any:
     """What a loop takes layer by layer: a stack in stored form, or gathered if it is small; None if it cannot."""
     if isinstance(x, Stored):
+        x = rearranged(x)
         if _is_small_stack(x, scope):
             return plain(_unquantized(x, scope))
         return x if _can_scan(x) else None
@@ -250,6 +278,15 @@ def _entering(x: Any, scope: Scope) -> Any:
     return x.map_leaves(lambda _: next(parts))
 
 
+def enters_by_layer(x: Any, scope: Scope) -> bool:
+    """Whether a loop over a held value would take it apart without a warning, and gather a layer at a time."""
+    if isinstance(x, Deferred):
+        stacks = [leaf for leaf, along in zip(x.leaves, x.stacked, strict=True) if along]
+        whole = x.length is not None and x.is_whole and len(x.aval.shape) > 2
+        return whole and all(not is_held(leaf) or enters_by_layer(leaf, scope) for leaf in stacks)
+    return is_stack(x := rearranged(x)) and len(x.aval.shape) > 2 and not _is_small_stack(x, scope)
+
+
 def _gathered_before(param: Stored, uses: Sequence[LeafUse], scope: Scope) -> jax.Array:
     """A parameter gathered before a loop, in the dtype that all uses in the loop cast it to."""
     target = cast_target(uses, param.aval.dtype)
@@ -260,7 +297,7 @@ def _gathered_before(param: Stored, uses: Sequence[LeafUse], scope: Scope) -> ja
 
 def _is_small_stack(param: Stored, scope: Scope) -> bool:
     """Whether one gather before the loop is better than a tiny one in each iteration."""
-    return math.prod(param.placement.shape[1:]) < scope.min_loop_size
+    return math.prod(param.placement.shape[1:]) < max(scope.min_loop_size, 2)
 
 
 def _unquantized(param: Stored, scope: Scope) -> Stored:

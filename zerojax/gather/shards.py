@@ -14,7 +14,8 @@ from zerojax import _compat
 from zerojax.gather.deferred import Deferred, apply_held, defer, is_held, plain, without_gradient
 from zerojax.gather.equation import Equation
 from zerojax.gather.primitives import layer_flags
-from zerojax.gather.stored import Cast, Stored
+from zerojax.gather.stored import Stored
+from zerojax.gather.views import Cast, View, on_shards
 from zerojax.layout.placement import Placement
 
 
@@ -30,14 +31,40 @@ def view_rule(e: Equation) -> list[Any]:
             stack = None if param.secondary_stack is None else param.secondary_stack + 1
             return [_mapped(e, param, lambda x: lax.expand_dims(x, (0,)), _with_leading_dim(placement, 1), stack)]
     by_layer = len(param.aval.shape) > 2 and layer_flags(e.eqn, param.aval.shape[0]) == [True]
-    if by_layer and _is_stack(param) and (deferred := defer(e.eqn, e.inputs, {})) is not None:
+    if by_layer and is_stack(param) and (deferred := defer(e.eqn, e.inputs, {})) is not None:
         return [deferred]
-    return [param.viewed(_view_of(e.eqn))]
+    return [param.viewed(View(e.eqn))]
 
 
-def _view_of(eqn: Any) -> Callable[[jax.Array], jax.Array]:
-    """An equation of one operand as a function: it holds no input."""
-    return lambda x: _compat.bind_equation(eqn, [x])[0]
+def rearranged(param: Stored) -> Stored:
+    """The parameter with its view moved onto the shards, but for casts; as it is where the view needs the full array.
+
+    For what takes layers of it: the view must not be applied to all of them first.
+    """
+    root = param.root
+    if _only_cast(param) or root.is_secondary or not root.placement.is_sharded:
+        return param
+    placement, ops, casts = root.placement, [], []
+    for op in param.view:
+        if not isinstance(op, View):
+            casts.append(op)
+            continue
+        on = on_shards(op, placement)
+        if on is None:
+            return param
+        ops.append(on[0])
+        placement = on[1]
+
+    def run(held: jax.Array) -> jax.Array:
+        for op in ops:
+            held = op(held)
+        return held
+
+    shard, grad_input, feedback = root.map_shards(lambda held: jax.tree.map(run, held))
+    out = param.scope.enter(shard, grad_input, placement, feedback=feedback)
+    for cast in casts:
+        out = out.viewed(cast)
+    return out
 
 
 def stop_rule(e: Equation) -> list[Any]:
@@ -59,7 +86,7 @@ def cast_rule(e: Equation) -> list[Any]:
     if new == param.aval.dtype:  # already cast, where a secondary partition was made ahead of the region
         return [param]
     widens = new.itemsize > held.itemsize  # done before the gather, it would widen the wire
-    if widens or param.is_secondary or param.aval.dtype != held:
+    if widens or not param.placement.axes or param.is_secondary or param.aval.dtype != held:
         return [param.viewed(Cast(new))]
     return [e.scope.cast(param, new)]
 
@@ -69,15 +96,19 @@ def slice_rule(e: Equation) -> list[Any]:
     param, *indices = e.inputs
     if not is_held(param) or any(map(is_held, indices)):
         return apply_held(e.bound(), [param, *map(plain, indices)])
+    if isinstance(param, Stored):
+        param = rearranged(param)
+    if e.eqn.primitive.name == "gather":
+        return _looked_up(e, param, indices[0])
     before, after, params = param.aval.shape, e.eqn.outvars[0].aval.shape, e.eqn.params
     strides = params.get("strides") or (1,) * len(before)
     if after[1:] == before[1:] and strides[0] == 1:
         start = indices[0] if indices else params["start_indices"][0]
-        if isinstance(param, Stored) and _is_stack(param):
+        if isinstance(param, Stored) and is_stack(param):
             return [_layers_of(param, start, after[0], e)]
         if isinstance(param, Deferred) and param.length is not None and param.is_whole:
             stacks = [x for x, along in zip(param.leaves, param.stacked, strict=True) if along]
-            if all(not is_held(x) or (isinstance(x, Stored) and _is_stack(x)) for x in stacks):
+            if all(not is_held(x) or (isinstance(x, Stored) and is_stack(x)) for x in stacks):
                 return [param.map_layers(lambda x: _layers_of(x, start, after[0], e), after[0])]
     if isinstance(param, Deferred):
         return e.bound()([plain(param), *indices])
@@ -96,7 +127,26 @@ def slice_rule(e: Equation) -> list[Any]:
     return [_mapped(e, param, cut, placement.with_shape(after), None)]
 
 
-def _is_stack(param: Stored) -> bool:
+def _looked_up(e: Equation, param: Any, indices: Any) -> list[Any]:
+    """A lookup of entries that all devices ask for: of the shards, where it takes the dim that is split whole."""
+    numbers, sizes = e.eqn.params["dimension_numbers"], list(e.eqn.params["slice_sizes"])
+    dim = param.placement.dim if isinstance(param, Stored) and is_stack(param) else None
+    kept = [d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    split = any(entry is not None for entry in param.placement.spec) if isinstance(param, Stored) else True
+    if split or dim is None or param.is_secondary or dim not in kept or sizes[dim] != param.placement.shape[dim]:
+        return apply_held(e.bound(), e.inputs)
+    after, new = tuple(e.eqn.outvars[0].aval.shape), numbers.offset_dims[kept.index(dim)]
+
+    def pick(x: jax.Array) -> jax.Array:
+        local = (*sizes[:dim], x.shape[dim], *sizes[dim + 1 :])
+        return _compat.bind_equation(e.eqn, [x, indices], {**e.eqn.params, "slice_sizes": local})[0]
+
+    spec = (None,) * len(after)
+    placement = dataclasses.replace(param.placement, shape=after, dim=new, spec=spec)
+    return [_mapped(e, param, pick, placement, None)]
+
+
+def is_stack(param: Stored) -> bool:
     """Whether layers of it can be taken from what is held."""
     return _only_cast(param) and param.placement.dim not in (None, 0) and param.secondary_stack != 0
 
@@ -127,7 +177,7 @@ def squeeze_rule(e: Equation) -> list[Any]:
         return _mapped(e, x, lambda x: lax.squeeze(x, (0,)), x.placement.without_leading_dim(), stack)
 
     if isinstance(x, Stored):
-        return [dropped(x)] if _is_stack(x) else view_rule(e)
+        return [dropped(x)] if is_stack(x) else view_rule(e)
     if not x.is_whole and x.layers == 1:  # taken from a stack
         return [x.map_layers(dropped, 0)]
     return view_rule(e)
@@ -137,13 +187,14 @@ def stack_rule(e: Equation) -> list[Any]:
     """Parameters of one placement joined along dim 0 are a stack in stored form, as if it had been stored so."""
     params, joins = e.inputs, e.eqn.primitive.name == "concatenate"
     if not all(isinstance(x, Stored) and _only_cast(x) and _can_be_joined(x) and x.feedback is None for x in params):
-        return apply_held(e.bound(), e.inputs)
+        return _joined_later(e)
     first = params[0]
     alike = {
-        (dataclasses.replace(x.placement, path="", reason="", trainable=True), x.secondary_stack) for x in params
-    }
+        (dataclasses.replace(x.placement, path="", reason="", trainable=True, quantize_above=None),
+         x.placement.is_quantized, x.secondary_stack) for x in params
+    }  # fmt: skip
     if len(alike) > 1 or first.placement.dim is None or (joins and first.placement.dim == 0):
-        return apply_held(e.bound(), e.inputs)
+        return _joined_later(e)
     join = jnp.concatenate if joins else jnp.stack
     placement = first.placement
     if joins:
@@ -168,6 +219,12 @@ def stack_rule(e: Equation) -> list[Any]:
 def _can_be_joined(param: Stored) -> bool:
     """Whether what is held of it is one array with the dims of the leaf."""
     return not param.is_secondary or isinstance(param.shard, jax.Array)
+
+
+def _joined_later(e: Equation) -> list[Any]:
+    """Parameters that are not alike are joined where the result is used, if it is made of nothing of this device's."""
+    deferred = defer(e.eqn, e.inputs, e.scope.broadcasts) if all(e.replicated) else None
+    return apply_held(e.bound(), e.inputs) if deferred is None else [deferred]
 
 
 def _with_leading_dim(placement: Placement, extent: int) -> Placement:

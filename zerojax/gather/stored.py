@@ -21,21 +21,10 @@ from jax import lax
 
 from zerojax.collectives.plain import Collectives
 from zerojax.gather.accumulator import GradAccumulator
+from zerojax.gather.changes import Changing
 from zerojax.gather.order import Mark, Order, Token, hand_on, together
+from zerojax.gather.views import Op
 from zerojax.layout.placement import Placement
-
-Op = Callable[[jax.Array], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast:
-    """A cast in a view: unlike an operation on shapes, it applies to one layer of a stack as it does to the stack."""
-
-    dtype: np.dtype
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Casts a full array, of the stack or of one layer."""
-        return lax.convert_element_type(x, self.dtype)
 
 
 class Scope:
@@ -51,8 +40,10 @@ class Scope:
         order: where the program has come to, for what gathers wait for; None where they wait for nothing: where nothing
             is gathered, and in loops, an iteration of which is bounded as it is.
         min_loop_size: stacks of layers with fewer elements than this each are gathered before a loop, not in it.
+        window: bytes of weights of a loop's next layer that are gathered while a layer computes; None: none are.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
+        changed: by key path, the replicas of stacks that a loop has brought up to date.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
             is the inputs beside the parameters.
     """
@@ -67,9 +58,12 @@ class Scope:
         total: int = 0,
         forward_only: bool = False,
         order: Order | None = None,
+        window: int | None = None,
     ) -> None:
         self.collectives = collectives
         self.order = order
+        self.window = window
+        self.changed: dict[str, jax.Array] = {}
         self.total = total
         self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
@@ -88,7 +82,7 @@ class Scope:
         a rule that outlives the trace may close over it."""
         return functools.partial(
             Scope, self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            forward_only=self.forward_only, total=self.total,
+            forward_only=self.forward_only, total=self.total, window=self.window,
         )  # fmt: skip
 
     def enter(
@@ -122,14 +116,14 @@ class Scope:
 
     def held(self, stored: Sequence[Stored], marks: Sequence[Mark]) -> list[Any]:
         """What is held of parameters, not before the marks; the same for all uses, so that they share one gather."""
-        if self.order is not None:
-            new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
-            self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
-            self._alive.extend(stored)
-        held = [self._held.get(id(s.shard), s.shard) for s in stored]
+        if self.order is None:
+            return [s.shard for s in stored]
+        new = {id(s.shard): s.shard for s in stored if id(s.shard) not in self._held}
+        self._held.update(zip(new, self.order.hold(list(new.values()), marks), strict=True))
+        self._alive.extend(stored)
+        held = [self._held[id(s.shard)] for s in stored]
         # Tokens are differentiated: what has no gradient must not seem to have one by having waited for them.
-        frozen = [s.grad_accumulator is None for s in stored]
-        return [lax.stop_gradient(x) if f else x for x, f in zip(held, frozen, strict=True)]
+        return [x if s.grad_accumulator else lax.stop_gradient(x) for x, s in zip(held, stored, strict=True)]
 
     def secondary(self, stored: Stored, stack: int = 0) -> Stored:
         """The parameter held as its node-local secondary partition, made once in this scope.
@@ -190,6 +184,7 @@ class Stored:
         aval: shape and dtype after the view, as the program sees the parameter.
         feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
         origin: the parameter before the view, or None.
+        changing: the weights of a stack whose replica a loop brings up to date layer by layer; usually None.
         secondary_stack: None for a shard; for a secondary partition, its number of leading dims to be scanned over.
     """
 
@@ -203,6 +198,7 @@ class Stored:
     feedback: jax.Array | None = None
     origin: Stored | None = None
     secondary_stack: int | None = None
+    changing: Changing | None = None
 
     @property
     def is_secondary(self) -> bool:

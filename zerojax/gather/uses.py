@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import _compat
-from zerojax.gather.primitives import DEFERRED_AT_ONCE, PRIMITIVES, Kind, kind_of, layer_flags
+from zerojax.gather.primitives import PRIMITIVES, Kind, defers, kind_of, layer_flags
 from zerojax.gather.replicated import Flags, body_flags
+from zerojax.gather.rewritten import rewritten, sums_over_layers
+from zerojax.gather.views import moved_dims
 
 # Linear in the parameter with coefficients that do not depend on it: its value is not needed for any gradient.
 _LINEAR = frozenset({"gather", "add", "add_any", "sub", "neg", "concatenate", "pad", "reduce_sum", "select_n", "psum"})
@@ -34,12 +36,22 @@ class LeafUse:
         layers: in how many parts along dim 0 it is gathered: the length of the loop that takes it apart, else 1.
         in_backward: whether the backward pass needs its value: an operation that is not linear in it, or recomputation.
         repeats: how often all of it is gathered: the length of a loop around that loop.
+        alternatives: number of branches of which one is taken, where not all of them use it, or of entries along a dim
+            other than the first of which one is taken.
+        in_branch: whether it stands in a branch of a condition that is not recomputed.
     """
 
     dtype: np.dtype
     layers: int = 1
     in_backward: bool = True
     repeats: int = 1
+    alternatives: int = dataclasses.field(default=1, repr=False)
+    in_branch: bool = dataclasses.field(default=False, repr=False)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether each iteration of a loop needs another part: a layer of a stack, or the branch that it takes."""
+        return self.layers * self.alternatives > 1
 
 
 def leaf_uses(jaxpr: Any, num_leaves: int) -> list[tuple[LeafUse, ...]]:
@@ -85,14 +97,6 @@ def uses_inside(eqn: Any, followed: Sequence[bool], replicated: Sequence[bool]) 
     kind = PRIMITIVES.get(eqn.primitive.name, Kind.GATHER)
     _end(_of_equation(eqn, kind, values, list(replicated), _Place()), _Place())
     return [_merged([use for leaf in value for use in leaf.uses]) for value in values]
-
-
-def holds_loop(jaxpr: Any) -> bool:
-    """Whether there is a loop in a jaxpr, at any depth."""
-    return any(
-        PRIMITIVES.get(eqn.primitive.name) in (Kind.SCAN, Kind.WHILE) or any(map(holds_loop, _compat.sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def cast_target(uses: Sequence[LeafUse], dtype: np.dtype) -> np.dtype:
@@ -172,17 +176,33 @@ class Loop:
         """How the body uses its inputs."""
         return uses_in(self.body, followed, flags)
 
+    def returned(self, followed: Sequence[bool], flags: Sequence[bool]) -> list[list[int]]:
+        """For each output, the numbers of the inputs that it stands for, if it is no smaller than half of them.
+
+        A carried value that stays as it is stands for none.
+        """
+        values = [(_Leaf.of(var),) if wanted else () for var, wanted in zip(self.body.invars, followed, strict=True)]
+        number = {id(leaf.uses): i for i, value in enumerate(values) for leaf in value}
+        out = _follow(self.body, values, flags, _Place())
+        same = [*self.unchanged, *(False for _ in out[self.carried :])]
+        parts = [2 * math.prod(var.aval.shape) for var in self.body.outvars]
+        return [
+            [] if s else [number[id(x.uses)] for x in value if part * x.layers * x.alternatives >= x.size]
+            for value, s, part in zip(out, same, parts, strict=True)
+        ]
+
     def stored(self, followed: Sequence[bool], flags: Sequence[bool]) -> list[bool]:
         """Which of the body's inputs that are parameters enter it in stored form.
 
-        Those that are scanned over; and those that stay the same if the body takes one layer at a time of them, for
-        gathering others in each iteration would multiply the traffic: they are gathered once, before the loop.
+        Those that are scanned over; and those that stay the same if the body takes one layer at a time of them, or uses
+        each in one of several branches, for gathering others in each iteration would multiply the traffic: they are
+        gathered once, before the loop.
         """
         constant = [*[True] * self.consts, *self.unchanged, *[False] * (len(followed) - self.first_xs)]
         wanted = [a and b for a, b in zip(followed, constant, strict=True)]
         uses = self.uses(wanted, flags)
         return [
-            one and (i >= self.first_xs or is_layered(of_input))
+            one and (i >= self.first_xs or (bool(of_input) and all(use.by_layer for use in of_input)))
             for i, (one, of_input) in enumerate(zip(followed, uses, strict=True))
         ]
 
@@ -195,6 +215,8 @@ class _Leaf:
         uses: where its uses are recorded.
         dtype: in which it would be gathered.
         layers: in how many parts.
+        size: number of elements of the parameter.
+        alternatives: see `LeafUse`.
         joined: number of parameters of a stack that it is one of.
         deferred: whether operations wait for its use; they may need its value for a gradient (`nonlinear`).
         whole: whether an operation on it does not go layer by layer.
@@ -203,6 +225,8 @@ class _Leaf:
     uses: list[LeafUse]
     dtype: np.dtype
     layers: int = 1
+    size: int = 0
+    alternatives: int = 1
     joined: int = 1
     deferred: bool = False
     nonlinear: bool = False
@@ -211,7 +235,7 @@ class _Leaf:
     @classmethod
     def of(cls, var: Any) -> _Leaf:
         """A parameter on its way into a jaxpr."""
-        return cls([], jnp.dtype(var.aval.dtype))
+        return cls([], jnp.dtype(var.aval.dtype), size=math.prod(var.aval.shape))
 
 
 _Value = tuple[_Leaf, ...]  # the parameters that a value stands for; none for an ordinary array
@@ -219,10 +243,11 @@ _Value = tuple[_Leaf, ...]  # the parameters that a value stands for; none for a
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in the program: under recomputation, and in loops of so many iterations."""
+    """Where in the program: under recomputation, in loops of so many iterations, in a branch."""
 
     recomputed: bool = False
     iterations: int = 1
+    in_branch: bool = False
 
 
 def _follow(jaxpr: Any, inputs: Sequence[_Value], flags: Sequence[bool], place: _Place) -> list[_Value]:
@@ -246,10 +271,13 @@ def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bo
     nothing: list[_Value] = [()] * len(eqn.outvars)
     if kind in (Kind.VIEW, Kind.CAST, Kind.SLICE, Kind.SQUEEZE, Kind.STOP):
         return [tuple(_passed(eqn, kind, leaf) for leaf in values[0])]
-    if kind is Kind.DEFER and (joined := _deferred(eqn, values)):
-        return [joined]
+    if kind is Kind.REWRITE or (kind is Kind.DEFER and sums_over_layers(eqn) and not any(x.whole for x in values[0])):
+        return _follow(_compat.open_jaxpr(rewritten(eqn))[0], values, replicated, place)
     if kind is Kind.STACK and all(values) and all(v.aval == eqn.invars[0].aval for v in eqn.invars):
         return [tuple(dataclasses.replace(leaf, joined=len(values)) for value in values for leaf in value)]
+    deferrable = kind is Kind.DEFER or (kind is Kind.STACK and all(replicated))
+    if deferrable and (joined := _deferred(eqn, values)):
+        return [joined]
     if kind is Kind.CALL:
         return _follow(_compat.open_jaxpr(_compat.called_jaxpr(eqn))[0], values, replicated, place)
     if kind in (Kind.SCAN, Kind.WHILE):
@@ -260,12 +288,25 @@ def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bo
     elif kind is Kind.EFFECT:
         _end(values, place)
     elif kind is Kind.COND:
-        for branch in eqn.params["branches"]:
-            _end(_follow(_compat.open_jaxpr(branch)[0], values[1:], replicated[1:], place), place)
+        place = dataclasses.replace(place, in_branch=not place.recomputed)
+        branches = [_compat.open_jaxpr(branch)[0] for branch in eqn.params["branches"]]
+        entering = _into_branches(branches, values[1:])
+        for branch in branches:
+            _end(_follow(branch, entering, replicated[1:], place), place)
     else:
         for leaf in itertools.chain(*values):
             _use(leaf, place, in_backward=eqn.primitive.name not in _LINEAR)
     return nothing
+
+
+def _into_branches(branches: Sequence[Any], values: Sequence[_Value]) -> list[_Value]:
+    """The operands of a condition: what some branches do not read is used in one of several alternatives."""
+    read = [{id(v) for eqn in b.eqns for v in eqn.invars} | {id(v) for v in b.outvars} for b in branches]
+    entering = []
+    for i, value in enumerate(values):
+        count = 1 if all(id(b.invars[i]) in of for b, of in zip(branches, read, strict=True)) else len(branches)
+        entering.append(tuple(dataclasses.replace(x, alternatives=x.alternatives * count) for x in value))
+    return entering
 
 
 def _passed(eqn: Any, kind: Kind, leaf: _Leaf) -> _Leaf:
@@ -277,10 +318,16 @@ def _passed(eqn: Any, kind: Kind, leaf: _Leaf) -> _Leaf:
         return dataclasses.replace(leaf, dtype=new) if narrows else leaf
     if kind is Kind.VIEW:
         by_layer = (leaf.deferred or len(before) > 2) and layer_flags(eqn, before[0]) == [True]
+        if not by_layer and not leaf.deferred and moved_dims(eqn):
+            return leaf  # can be done on the shards
         return dataclasses.replace(leaf, deferred=leaf.deferred or by_layer, whole=leaf.whole or not by_layer)
     computed = not all(isinstance(atom, _compat.Literal) for atom in eqn.invars[1:])
-    if kind is Kind.SLICE and computed and after[1:] == before[1:] and after[0] == 1 and not leaf.whole:
-        return dataclasses.replace(leaf, layers=leaf.layers * before[0])  # another one in each iteration
+    if kind is Kind.SLICE and computed and len(after) == len(before) and not leaf.whole:  # another in each iteration
+        taken = [dim for dim, extent in enumerate(before) if after[dim] != extent]
+        if taken == [0] and after[0] == 1:
+            return dataclasses.replace(leaf, layers=leaf.layers * before[0])
+        if len(taken) == 1 and after[taken[0]] == 1:
+            return dataclasses.replace(leaf, alternatives=leaf.alternatives * before[taken[0]])
     return leaf
 
 
@@ -288,10 +335,11 @@ def _deferred(eqn: Any, values: Sequence[_Value]) -> _Value:
     """The parameters of a value that is computed where it is used; none where it is computed here."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     leaves = list(itertools.chain(*values))
-    largest = max(math.prod(v.aval.shape) for v, value in zip(eqn.invars, values, strict=True) if value)
-    if len({id(leaf.uses) for leaf in leaves}) > DEFERRED_AT_ONCE or not shape or math.prod(shape) > largest:
+    flags = layer_flags(eqn, shape[0]) if shape else None
+    whole, sizes = flags is None, {id(leaf.uses): leaf.size for leaf in leaves}
+    goes_by_layer = None if any(leaf.whole for leaf in leaves) else flags
+    if not defers(eqn, [bool(value) for value in values], list(sizes.values()), goes_by_layer):
         return ()
-    whole = layer_flags(eqn, shape[0]) is None
     linear = name in _LINEAR or (name == "mul" and not all(values)) or (name == "div" and not values[1])
     return tuple(
         dataclasses.replace(
@@ -326,8 +374,9 @@ def _of_loop(loop: Loop, values: list[_Value], replicated: list[bool], place: _P
 
 
 def _use(leaf: _Leaf, place: _Place, *, in_backward: bool) -> None:
-    repeats = max(place.iterations // leaf.layers, 1)
-    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, in_backward or leaf.nonlinear or place.recomputed, repeats))
+    repeats = max(place.iterations // (leaf.layers * leaf.alternatives), 1)
+    again, parts = in_backward or leaf.nonlinear or place.recomputed, leaf.alternatives
+    leaf.uses.append(LeafUse(leaf.dtype, leaf.layers, again, repeats, parts, place.in_branch))
 
 
 def _end(values: Sequence[_Value], place: _Place) -> None:
@@ -338,35 +387,8 @@ def _end(values: Sequence[_Value], place: _Place) -> None:
 
 def _merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
     """Uses of the same dtype, layers and repeats as one: within a step they share a gather."""
-    found: dict[tuple[Any, int, int], bool] = {}
+    found: dict[Any, list[bool]] = {}
     for use in uses:
-        key = use.dtype, use.layers, use.repeats
-        found[key] = found.get(key, False) or use.in_backward
-    return tuple(LeafUse(dtype, layers, again, repeats) for (dtype, layers, repeats), again in found.items())
-
-
-def traced_flops(jaxpr: Any, *, recomputed: bool = True) -> int:
-    """FLOP of forward and backward in matrix products, from a traced loss: 3 of each, 4 where it is recomputed.
-
-    An estimate for when nothing is compiled: the backward pass of a product is two of its size.
-
-    >>> import jax
-    >>> traced_flops(jax.make_jaxpr(lambda w, x: jnp.sum(x @ w))(jnp.ones((8, 8)), jnp.ones((2, 8))))
-    768
-    """
-    return _flops(_compat.open_jaxpr(jaxpr)[0], 3, recomputed)
-
-
-def _flops(jaxpr: Any, factor: int, recomputed: bool) -> int:
-    total = 0
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            inner = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-            total += factor * 2 * inner * math.prod(eqn.outvars[0].aval.shape)
-            continue
-        again = factor + 1 if recomputed and PRIMITIVES.get(name) is Kind.CHECKPOINT else factor
-        times = eqn.params["length"] if name == "scan" else 1
-        total += sum(times * _flops(body, again, recomputed) for body in _compat.sub_jaxprs(eqn))
-    return total
+        any_of = found.setdefault((use.dtype, use.layers, use.repeats, use.alternatives), [False, False])
+        any_of[:] = any_of[0] or use.in_backward, any_of[1] or use.in_branch
+    return tuple(LeafUse(*key[:2], again, *key[2:], in_branch) for key, (again, in_branch) in found.items())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
+from zerojax.layout.mesh import gathers_in_one_hop, nontrivial_axes
 from zerojax.layout.notices import notices
 from zerojax.layout.placement import Placement
 
@@ -40,6 +41,10 @@ def describe(
             lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.reason}, {waste:,} bytes in all")
         elif every_leaf:
             lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.shard_bytes:,} bytes on each device: {p.reason}")
+    if config.stage >= 3 and len(axes := nontrivial_axes(mesh, config.axes)) == 2 and sharded:
+        how = "in one message over both axes" if gathers_in_one_hop(mesh, config) else f"over {axes[0]}, then {axes[1]}"
+        quantized = " (quantised ones axis by axis)" if config.quantize_weights and "one" in how else ""
+        lines.append(f"weights are gathered {how}{quantized}; gradients are reduced over {axes[1]}, then {axes[0]}")
     if config.weight_deltas is not None:
         kept = [p for p in leaves if p.replica_dtype is not None]
         held = sum(math.prod(p.padded_shape) * p.replica_dtype.itemsize for p in kept) // mesh.shape[config.axes[-1]]

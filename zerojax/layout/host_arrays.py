@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import _compat
 from zerojax.hosts.agreement import agree
+from zerojax.layout.placement import zero_padded
 
 Tree = Any
 _agreed: set[str] = set()
@@ -62,7 +63,7 @@ def place_slices(source: np.ndarray, shape: tuple[int, ...], dtype: Any, shardin
         part = np.asarray(source[index]).astype(dtype)
         wanted = [len(range(n)[i]) for n, i in zip(shape, index, strict=True)]
         missing = [(0, n - m) for n, m in zip(wanted, part.shape, strict=True)]
-        return np.pad(part, missing) if any(after for _, after in missing) else part
+        return zero_padded(part, missing) if any(after for _, after in missing) else part
 
     return jax.make_array_from_callback(shape, sharding, read)
 

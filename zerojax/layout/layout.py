@@ -23,7 +23,7 @@ from zerojax.config import ZeroConfig
 from zerojax.layout.description import describe, first_line, html_table
 from zerojax.layout.host_arrays import check_same_values, place_in_full, place_slices, spread_batch
 from zerojax.layout.mesh import data_size, with_auto_axes, with_auto_mesh
-from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
+from zerojax.layout.placement import Placement, is_two_bits, pad, unpad, zero_padded
 from zerojax.layout.safetensors import select_tensors
 
 Tree = Any
@@ -132,7 +132,7 @@ class Layout:
             x, sharding = drop_weak_type(x), self.param_sharding(placement)
             if self.stage >= 3 and placement.padding:
                 widths = [(0, n - m) for n, m in zip(placement.padded_shape, placement.shape, strict=True)]
-                x = pad(x, placement) if isinstance(x, jax.Array) else np.pad(x, widths)
+                x = pad(x, placement) if isinstance(x, jax.Array) else zero_padded(x, widths)
             elif isinstance(x, jax.Array) and _may_share(x, sharding):
                 # It would share its buffer with the caller's array: donating one deletes the other.
                 x = x.copy()

@@ -18,6 +18,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from zerojax._compat import has_explicit_axes
+from zerojax.config import ZeroConfig
+
+# A layer of a model of tens of billions of parameters in two bytes: what such a model hides its gathers with.
+_PREFETCH_BYTES = 2**30
 
 
 def make_mesh(
@@ -114,6 +118,26 @@ def nontrivial_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
 def other_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """The mesh axes that are not data axes, left to the compiler."""
     return tuple(axis for axis in mesh.axis_names if axis not in axes)
+
+
+def is_of_gpus(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
+    """Whether collectives on the mesh are those of GPUs; so it is taken to be where no devices are named (planning)."""
+    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu"
+
+
+def gathers_in_one_hop(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> bool:
+    """Whether an unquantised gather is one collective over both axes: on GPUs, whose library orders its rings by the
+    topology, where no secondary partition wants what lies between the hops."""
+    asked = config.secondary or config.weight_deltas is not None
+    return is_of_gpus(mesh) and not (asked and all(mesh.shape[axis] > 1 for axis in config.axes))
+
+
+def prefetch_window(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> int | None:
+    """Bytes of weights that may be gathered ahead of their use; None: the compiler decides."""
+    if config.stage < 3:
+        return None
+    window = config.prefetch_bytes
+    return (_PREFETCH_BYTES if is_of_gpus(mesh) else None) if isinstance(window, str) else window
 
 
 def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +140,10 @@ class Placement:
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(self, shape=self.shape[1:], dim=dim, spec=self.spec[1:])
 
+    def whole(self) -> Placement:
+        """The placement of the same leaf where every device holds all of it and nothing of it moves."""
+        return dataclasses.replace(self, dim=None, padding=0, axes=(), num_shards=1, quantize_above=None)
+
     def with_shape(self, shape: tuple[int, ...]) -> Placement:
         """The placement of a part of the leaf that has the full extent of the sharded dim."""
         assert self.dim is None or shape[self.dim] == self.shape[self.dim]
@@ -243,7 +249,18 @@ def pad(x: jax.Array, placement: Placement) -> jax.Array:
         return x
     widths = [(0, 0)] * x.ndim
     widths[placement.dim or 0] = (0, placement.padding)
-    return jnp.pad(x, widths)
+    return zero_padded(x, widths)
+
+
+def zero_padded(x: Any, widths: Sequence[tuple[int, int]]) -> Any:
+    """A NumPy or JAX array with rows of zero bits around it: also for dtypes that have no zero (float8_e8m0fnu)."""
+    on_host = not isinstance(x, jax.Array)
+    if x.dtype != jnp.float8_e8m0fnu:
+        return (np if on_host else jnp).pad(x, widths)
+    if on_host:
+        return np.pad(np.ascontiguousarray(x).view(np.uint8), widths).view(x.dtype)
+    bits = jnp.pad(jax.lax.bitcast_convert_type(x, jnp.uint8), widths)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 def unpad(x: jax.Array, placement: Placement) -> jax.Array:

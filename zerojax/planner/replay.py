@@ -219,10 +219,11 @@ class _Clock:
         self.now = 0.0
         self.free = {"inside": 0.0, "between": 0.0, "host": 0.0}
         self.under_way: list[float] = []  # ends of the collectives issued last
-        self.started: dict[str, tuple[float, str]] = {}  # end, and the collective's name
+        self.started: dict[str, tuple[float, str]] = {}  # end, and the name of the collective or copy
         self.busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self.of_collective: dict[str, list[float]] = {}  # executions, seconds, exposed
         self.known: dict[str, Collective] = {}
+        self.op_names: dict[str, str] = {}  # of what was started and is no collective
 
     def run(self, steps: Sequence[Step]) -> None:
         """Goes through steps in their order."""
@@ -252,7 +253,8 @@ class _Clock:
             self.copy(step, max(seconds, step.host_bytes / self.links.host_bandwidth))
             return
         if step.asynchronous:
-            self.started[step.name] = (self.now + seconds, "")
+            self.started[step.name] = (self.now + seconds, step.name)
+            self.op_names[step.name] = step.op_name
             return
         if step.products and self.links.collective_cores:
             seconds = self.beside_collectives(seconds)
@@ -279,10 +281,11 @@ class _Clock:
         self.busy["host"] += seconds
         if self.recording:
             self.events.append(Event("host", step.name, step.op_name, begin, end, step.host_bytes))
+        self.op_names[step.name] = step.op_name
         if step.asynchronous:
-            self.started[step.name] = (end, "")
+            self.started[step.name] = (end, step.name)
         else:
-            self.wait(end, "")
+            self.wait(end, step.name)
 
     def issue(self, step: Issue) -> None:
         """A collective is put on its lanes."""
@@ -316,10 +319,11 @@ class _Clock:
     def wait(self, end: float, name: str) -> None:
         """Compute waits until `end`, for a collective or a started kernel."""
         if end > self.now:
-            if name:
+            if name in self.of_collective:
                 self.of_collective[name][2] += end - self.now
-                if self.recording:
-                    self.events.append(Event("waits", name, self.known[name].op_name, self.now, end))
+            if self.recording and name:
+                op_name = self.known[name].op_name if name in self.known else self.op_names[name]
+                self.events.append(Event("waits", name, op_name, self.now, end))
             self.now = end
 
     def repeat(self, step: Repeat) -> None:

@@ -22,7 +22,7 @@ from zerojax.collectives.plain import gather_bytes
 from zerojax.collectives.select import has_secondary, layout_collectives
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.uses import LeafUse
-from zerojax.gradients.replicas import travels_by_deltas
+from zerojax.gradients.replicas import can_change_by_layer, travels_by_deltas
 from zerojax.hlo.collective import Traffic, node_share
 from zerojax.hlo.program import CompiledProgram
 from zerojax.layout.layout import Layout
@@ -124,7 +124,7 @@ class _LeafTraffic:
             return found
         by_deltas = travels_by_deltas(p, uses, self.layout)
         if by_deltas and p.trainable:
-            found += self._changes()
+            found += self._changes(uses)
         for use in uses:
             if stage >= 3 and p.is_sharded:
                 found += [move for move in self._gathers(use) if not by_deltas or move.axes == p.axes[-1:]]
@@ -144,14 +144,20 @@ class _LeafTraffic:
                     found.append(self._move("update", "all-gather", (axis,), p.dtype.name, False, received, 1))
         return found
 
-    def _changes(self) -> list[Traffic]:
-        """The change of a replica, once a step: read and written where it is quantised and where it is added."""
-        p, fmt = self.placement, self.layout.config.weight_deltas
+    def _changes(self, uses: Sequence[LeafUse]) -> list[Traffic]:
+        """The change of a replica, once a step: read and written where it is quantised and where it is added.
+
+        In a loop over layers that of the last one travels twice.
+        """
+        p, fmt, times = self.placement, self.layout.config.weight_deltas, 1
+        if by_layer := self.microbatches == 1 and can_change_by_layer(p, uses, self.layout):
+            p, times = p.without_leading_dim(), p.shape[0] + 1
         received = weight_deltas(self.layout).update_bytes(p, self.sizes)
         return [
-            self._move("forward", "all-gather", (axis,), _wire_name(fmt, p.dtype), False, size, 1, 2 * size)
+            self._move("forward", "all-gather", (axis,), _wire_name(fmt, p.dtype), by_layer, times * size, times,
+                       2 * times * size)
             for axis, size in received.items()
-        ]
+        ]  # fmt: skip
 
     def _gathers(self, use: LeafUse) -> list[Traffic]:
         part, layers = _layer(self.placement.with_dtype(use.dtype), use, self.layout)
@@ -161,19 +167,20 @@ class _LeafTraffic:
         name = _wire_name(quantized, use.dtype)
         has_held = has_secondary(self.layout)
         # Levels are read and floats written for the full leaf, the reverse for the shard.
-        first = part.axes[0]
-        message = by_axis[first] // (self.sizes[first] - 1)
+        first = next(iter(by_axis))
+        message = by_axis[first] // (math.prod(self.sizes[axis] for axis in first.split("+")) - 1)
         passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
         found, in_loop = [], layers * use.repeats > 1
         for phase in ("forward", "backward") if use.in_backward else ("forward",):
-            for axis, received in by_axis.items():
-                last = axis == part.axes[-1]
+            for name_of_axes, received in by_axis.items():
+                axes = tuple(name_of_axes.split("+"))
+                last = axes[-1] == part.axes[-1]
                 if has_held and phase == "backward" and not last:
                     continue
                 # A secondary partition is made once, for all microbatches.
                 times = layers * use.repeats * (1 if has_held and not last else self.microbatches)
                 spent = passes * layers * use.repeats * self.microbatches if last else 0
-                found.append(self._move(phase, "all-gather", (axis,), name, in_loop, received * times, times, spent))
+                found.append(self._move(phase, "all-gather", axes, name, in_loop, received * times, times, spent))
         return found
 
     def _reductions(self, use: LeafUse, placement: Placement, times: int) -> list[Traffic]:

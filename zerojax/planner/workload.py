@@ -17,7 +17,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 
 from zerojax import _compat
-from zerojax.gather.uses import LeafUse, leaf_uses, traced_flops
+from zerojax.gather.flops import traced_flops
+from zerojax.gather.uses import LeafUse, leaf_uses
 from zerojax.planner.gpus import GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
 
 Tree = Any

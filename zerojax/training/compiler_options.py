@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zerojax import _compat
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import is_of_gpus, prefetch_window
 
 Value = bool | int | str
 
@@ -38,6 +39,8 @@ class CompilerOption(NamedTuple):
     values: Mapping[tuple[int, int], Mapping[str, Value]]
 
 
+_WINDOW = "prefetch_bytes"  # stands for the bytes that a layout gathers ahead
+
 OPTIONS: Mapping[str, CompilerOption] = {
     "latency_hiding": CompilerOption(
         safe=True,
@@ -45,6 +48,21 @@ OPTIONS: Mapping[str, CompilerOption] = {
         seen="set in NVIDIA's containers (docs.nvidia.com/jax-toolbox, environment variables); named so that another "
         "default of the compiler cannot expose every gather",
         values={(0, 10): {"xla_gpu_enable_latency_hiding_scheduler": True}},
+    ),
+    "merged_messages": CompilerOption(
+        safe=True,
+        does="merges the gathers of a layer, and the reductions, into one message each, up to the bytes of "
+        "`ZeroConfig(prefetch_bytes=...)`; XLA's own bound is far below a layer",
+        seen="here 0.96 -> 0.78 s with the next layer gathered ahead, scanned: one collective is in flight at a time, "
+        "so that of four gathers of a layer one was hidden. Unrolled, the same time and more memory",
+        values={
+            (0, 10): {
+                "xla_gpu_all_gather_combine_threshold_bytes": _WINDOW,
+                "xla_gpu_reduce_scatter_combine_threshold_bytes": _WINDOW,
+                "xla_gpu_enable_all_gather_combine_by_dim": False,
+                "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
+            }
+        },
     ),
     "parallel_collectives": CompilerOption(
         safe=False,
@@ -102,11 +120,14 @@ def compiler_options(layout: Layout, *, experimental: Sequence[str] = ()) -> dic
     names = (experimental,) if isinstance(experimental, str) else tuple(experimental)
     if unknown := [name for name in names if name not in OPTIONS]:
         raise ValueError(f"compiler_options(experimental={unknown}): the names are {', '.join(map(repr, OPTIONS))}")
-    platforms = {device.platform for device in layout.mesh.devices.flat[:1]}
-    if platforms != {"gpu"} or layout.mesh.size == 1:
+    if not is_of_gpus(layout.mesh) or layout.mesh.size == 1:
         return {}
-    wanted = [option for name, option in OPTIONS.items() if option.safe or name in names]
-    return {key: value for option in wanted for key, value in _at_this_version(option).items()}
+    window = prefetch_window(layout.mesh, layout.config)
+    found = [_at_this_version(option) for name, option in OPTIONS.items() if option.safe or name in names]
+    return {
+        key: window if window and value == _WINDOW else value
+        for values in found if window or _WINDOW not in values.values() for key, value in values.items()
+    }  # fmt: skip
 
 
 def _at_this_version(option: CompilerOption) -> Mapping[str, Value]:
