@@ -253,6 +253,7 @@ def layout_scope(
         forward_only=forward_only,
         order=order,
         window=prefetch_window(layout.mesh, layout.config),
+        pack_bytes=layout.config.pack_bytes,
     )
 
 
