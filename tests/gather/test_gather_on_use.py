@@ -157,9 +157,9 @@ def test_layers_move_inside_the_loops_one_at_a_time():
     found = [m for m in collectives(scanned_layers) if m.kind != "all_reduce"]
     assert found
     assert {m.loops for m in found} == {1}
-    # Two leaves in one message a hop, gathered in the forward and the backward loop.
-    assert len(of_size(found, "all_gather", 2 * W // 4)) == 2
-    assert len(of_size(found, "reduce_scatter", 2 * W)) == 1
+    # Two leaves, each gathered in the forward and the backward loop.
+    assert len(of_size(found, "all_gather", W // 4)) == 4
+    assert len(of_size(found, "reduce_scatter", W)) == 2
 
 
 def test_microbatches_around_layers_move_in_the_inner_loop():

@@ -21,6 +21,7 @@ from jax import lax
 
 from zerojax.collectives.plain import Collectives
 from zerojax.gather.accumulator import GradAccumulator
+from zerojax.gather.changes import Changing
 from zerojax.gather.cotangents import after, fill, instantiated, is_inexact, take
 from zerojax.gather.order import Mark, Order, Token, hand_on, together
 from zerojax.gather.region_packs import RegionPack, sources_of
@@ -45,6 +46,7 @@ class Scope:
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
         pack_bytes: bytes of full leaves that travel together, see `zerojax.gather.region_packs`; 0: none do.
+        changed: by key path, the replicas of stacks that a loop has brought up to date.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
             is the inputs beside the parameters.
     """
@@ -69,6 +71,7 @@ class Scope:
         self.is_planned = forward_only or not pack_bytes
         self.order = order
         self.window = window
+        self.changed: dict[str, jax.Array] = {}
         self.total = total
         self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
@@ -107,7 +110,10 @@ class Scope:
         )
 
     def _accumulator(self, *parts: Any) -> GradAccumulator:
-        return GradAccumulator(self.collectives, self.order, self.fed_back, *parts)
+        accumulator = GradAccumulator(self.collectives, self.order, self.fed_back, *parts)
+        if self.order is None and not self.pack_bytes:
+            _ = accumulator.zeros
+        return accumulator
 
     def cast(self, stored: Stored, dtype: np.dtype) -> Stored:
         """The parameter in a narrower dtype, cast before it is gathered; the same cast twice is one parameter."""
@@ -189,6 +195,7 @@ class Stored:
         aval: shape and dtype after the view, as the program sees the parameter.
         feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
         origin: the parameter before the view, or None.
+        changing: the weights of a stack whose replica a loop brings up to date layer by layer; usually None.
         secondary_stack: None for a shard; for a secondary partition, its number of leading dims to be scanned over.
     """
 
@@ -202,6 +209,7 @@ class Stored:
     feedback: jax.Array | None = None
     origin: Stored | None = None
     secondary_stack: int | None = None
+    changing: Changing | None = None
 
     @property
     def is_secondary(self) -> bool:
