@@ -174,8 +174,9 @@ def _cast(x: Stored, dtype: Any, scope: Scope) -> Stored:
 
 
 def _is_candidate(x: Any, scope: Scope) -> bool:
-    is_stored = hasattr(x, "grad_accumulator")
-    return is_stored and not x.view and not x.is_secondary and x.changing is None and bool(scope.collectives.unit(x.placement))
+    if not hasattr(x, "grad_accumulator") or x.view or x.is_secondary or x.changing is not None:
+        return False
+    return bool(scope.collectives.unit(x.placement))
 
 
 def _direct_uses(
