@@ -107,7 +107,7 @@ def grain_rows(source: Source, batch: int, seed: int, process: int | None = None
     Of each stretch of `batch` examples every `count`-th is this process's: batches hold the same examples on any number
     of processes, in another order.
     """
-    import grain
+    import grain  # pyright: ignore[reportMissingImports]
 
     rows_of(batch, process, count)  # refuses what does not divide
     process = jax.process_index() if process is None else process

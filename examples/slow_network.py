@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8 weights": {"quantize_weights": "int8"},
     "secondary": {"secondary": True},
     "quantised gradients": {"quantize_gradients": ("int8", "int4")},
+    "weight deltas": {"weight_deltas": "int4", "quantize_gradients": ("int8", "int4")},
     "ZeRO++": {"quantize_weights": "int8", "secondary": True, "quantize_gradients": ("int8", "int4")},
 }
 PORT = 29_500

@@ -157,6 +157,21 @@ def is_eager(values: Sequence[Any]) -> bool:
     return trace_state_clean()
 
 
+def is_eager_gradient(values: Sequence[Any]) -> bool:
+    """Whether a call on these values is made outside of every trace but that of one reverse-mode derivative."""
+    traced = [x for x in values if is_traced(x)]
+    if getattr(jax.config, "jax_disable_jit", False) or not traced:
+        return False
+    try:
+        from jax._src.core import eval_trace, trace_ctx
+        from jax._src.interpreters.ad import LinearizeTrace
+    except ImportError:  # the long way is always right
+        return False
+    trace = trace_ctx.trace
+    outermost = isinstance(trace, LinearizeTrace) and trace.parent_trace is eval_trace
+    return outermost and all(getattr(x, "_trace", None) is trace for x in traced)
+
+
 def is_prng_key(x: Any) -> bool:
     """Whether `x` is an array of typed PRNG keys (`jax.random.key`)."""
     dtype = getattr(x, "dtype", None)

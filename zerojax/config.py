@@ -80,6 +80,9 @@ class ZeroConfig:
             scanned loop so much of the next layer travels while one computes. None: the compiler decides: a loop waits
             for its layer, and an unrolled model holds more the more layers it has. "auto": 2**30 on GPUs; None on CPUs,
             where XLA overlaps nothing and the longer program would only be compiled longer.
+        pack_bytes: bytes of full leaves (weights or gradients) that travel in one message where small leaves are needed
+            one after the other; a larger leaf travels by itself. 4 MiB cross even a slow GPU network in less than the
+            latency of a few messages. 0: each leaf by itself. Values and bytes do not depend on it.
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
@@ -106,6 +109,7 @@ class ZeroConfig:
     min_quantize_size: int = 2**14
     kernels: Literal["auto", "always", "never"] = "auto"
     prefetch_bytes: int | Literal["auto"] | None = "auto"
+    pack_bytes: int = 4 * 2**20
 
     @classmethod
     def zero_plus_plus(cls, **overrides: Any) -> ZeroConfig:
@@ -138,6 +142,8 @@ class ZeroConfig:
             raise ValueError(
                 f"ZeroConfig(prefetch_bytes={window!r}): 'auto', None or a number of bytes (0 or more) is needed"
             )
+        if isinstance(self.pack_bytes, bool) or not isinstance(self.pack_bytes, int) or self.pack_bytes < 0:
+            raise ValueError(f"ZeroConfig(pack_bytes={self.pack_bytes!r}): a number of bytes (0 or more) is needed")
         for field in ("master_dtype", "grad_dtype"):
             object.__setattr__(self, field, _float_name(field, getattr(self, field)))
         self._check_techniques()

@@ -15,6 +15,7 @@ import zerojax
 from zerojax.checkpoints import manager as manager_module
 from zerojax.checkpoints import paths, writing
 from zerojax.hosts import preemption
+from zerojax.training.first_step import AgreeingStep
 
 
 @functools.cache
@@ -144,6 +145,22 @@ def test_a_job_that_is_told_to_stop_saves_its_step_whatever_every_says(tmp_path)
         assert manager.stopping
         assert os.listdir(tmp_path) == ["7"], "written when save returns"
         assert manager.exit_status == 75
+
+
+@pytest.mark.usefixtures("not_told_yet")
+def test_a_loop_without_a_manager_that_is_told_to_stop_ends_eight_steps_later_with_the_status_of_sigterm(capsys):
+    layout = zerojax.partition({"w": jnp.ones(16)}, zerojax.make_mesh(1, 2, jax.devices()[:2]))
+    tx = zerojax.zero(optax.sgd(0.1), layout)
+    # As in a job of several processes; one alone ends at once.
+    step_fn = AgreeingStep(zerojax.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), tx, layout), layout)
+    state = zerojax.TrainState.create(layout.shard({"w": jnp.ones(16)}), tx)
+    state, _ = step_fn(state, np.ones((2, 16), np.float32))
+    tell_to_stop()
+    for _ in range(8):
+        state, _ = step_fn(state, np.ones((2, 16), np.float32))
+    with pytest.raises(SystemExit, match="143"):
+        step_fn(state, np.ones((2, 16), np.float32))
+    assert "was told to stop (SIGTERM) 8 steps ago" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("not_told_yet")

@@ -145,3 +145,41 @@ def test_an_eager_derivative_of_a_gradient_is_that_of_plain_jax(stage):
     got = jax.grad(outer)(2.0, stored, layout.shard(params))
     want = jax.grad(outer)(2.0, jax.value_and_grad, params)
     assert models.largest_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_gradient_of_an_eager_call_is_compiled_once(stage, compilations):
+    params, factor = parameters(), [1.0]
+    layout = models.make_layout(params, "2x4", stage)
+    stored, x, key = layout.shard(params), jnp.linspace(-1, 1, 16 * 9).reshape(16, 9), jax.random.key(4)
+
+    @jax.custom_jvp
+    def reversed_gradient(x):
+        return x
+
+    @reversed_gradient.defjvp
+    def _(primals, tangents):  # closes over what a caller changes between two calls: the values are the same
+        return primals[0], -factor[0] * tangents[0]
+
+    def scaled(p, x, key):
+        return forward(p, reversed_gradient(x), key)
+
+    on_devices = zerojax.apply(scaled, layout)
+    of_loss = zerojax.value_and_grad(lambda p, x, key: jnp.mean(scaled(p, x, key) ** 2), layout)
+    calls = {
+        "batch": (jax.grad(lambda x, key: jnp.sum(on_devices(stored, x, key) ** 2)), 0),
+        "params": (jax.grad(lambda p, x, key: of_loss(p, x, key)[0]), 1),
+    }
+    for name, (call, given) in calls.items():
+        inputs = (x, key) if given == 0 else (stored, x, key)
+        first = call(*inputs)
+        compilations.since()
+        again = call(*inputs)
+        assert compilations.since() == 0, name
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+        want = jax.jit(call)(*inputs)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), first, want)
+        if given == 0:
+            factor[0] = 2.0
+            np.testing.assert_allclose(call(*inputs), 2 * first, rtol=1e-5, atol=1e-6)
+            factor[0] = 1.0

@@ -78,22 +78,18 @@ def test_when_one_of_three_hangs_the_others_end_and_two_go_on_with_the_same_loss
     assert check_losses(log, 3, 2) > 1
 
 
-def supervised(tmp_path, monkeypatch, victim, moment, fork=False):
+def supervised(tmp_path, monkeypatch, victim, moment):
     """A job of four, of which one is killed, under the supervisor of the examples."""
     monkeypatch.syspath_prepend(processes.ROOT / "examples")
     import supervise
 
     class Forking(supervise.Supervisor):
         def start(self, words):
-            place = dict(word.split("=") for word in words[1:4])
-            return processes.Forked(RUN, processes.environment(1) | place, words[-5:])
+            place = dict(zip(("RANK", "COUNT", "COORDINATOR"), words, strict=True))
+            arguments = [str(tmp_path / "run"), str(tmp_path / "log"), "0.1", str(victim), str(moment)]
+            return processes.Forked(RUN, processes.environment(1) | place, arguments)
 
-    for name, value in processes.environment(1).items():
-        monkeypatch.setenv(name, value)
-    place = ("RANK={rank}", "COUNT={count}", "COORDINATOR={coordinator}")
-    words = processes.command(RUN, str(tmp_path / "run"), str(tmp_path / "log"), "0.1", str(victim), str(moment))
-    kind = Forking if fork else supervise.Supervisor
-    supervisor = kind(["localhost"] * 4, ["env", *place, *words], patience=120, restarts=1)
+    supervisor = Forking(["localhost"] * 4, ["{rank}", "{count}", "{coordinator}"], patience=120, restarts=1)
     assert supervisor.run() == 0
     assert len(supervisor.hosts) == 3
     return check_losses(tmp_path / "log", 4, 3)
@@ -107,7 +103,7 @@ def test_the_supervisor_goes_on_with_three_of_four_when_one_is_killed(tmp_path, 
 @pytest.mark.parametrize("trial", range(20))
 def test_wherever_one_of_four_is_killed_three_go_on(tmp_path, monkeypatch, trial):
     draw = random.Random(trial)
-    supervised(tmp_path, monkeypatch, draw.randrange(4), draw.uniform(1 / STEPS, 1), fork=True)
+    supervised(tmp_path, monkeypatch, draw.randrange(4), draw.uniform(1 / STEPS, 1))
 
 
 def test_the_supervisor_tells_a_lost_host_from_a_failing_program(tmp_path, monkeypatch):

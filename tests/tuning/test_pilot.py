@@ -37,7 +37,8 @@ def trial(report, name):
 
 
 def test_every_technique_is_tried_alone_on_top_of_what_was_kept(report):
-    exact, int8, secondary, quantised = report.trials
+    exact, int8, secondary, quantised, deltas = report.trials
+    assert deltas.config.weight_deltas is not None
     assert exact.config == CONFIG
     assert int8.config.quantize_weights is not None
     assert not int8.config.secondary

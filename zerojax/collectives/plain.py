@@ -42,6 +42,10 @@ class Collectives(NamedTuple):
         gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis; "node+local"
             where one collective runs over both.
         reduce_bytes: the same for `reduce`.
+        unit: (placement) -> elements of which a leaf's shard holds a multiple, so that it can travel in one message
+            with others (`zerojax.collectives.packed`) and its blocks stay its own; 0: it travels by itself.
+        gathers: whether a gather moves anything: not where parameters are whole on every device.
+        reduces: whether a reduction moves anything.
     """
 
     gather: Callable[[jax.Array, Placement], jax.Array]
@@ -51,6 +55,9 @@ class Collectives(NamedTuple):
     reduce_with_feedback: Callable[[jax.Array, jax.Array, Placement], tuple[jax.Array, jax.Array]]
     gather_bytes: Callable[[Placement, Sizes], dict[str, int]]
     reduce_bytes: Callable[[Placement, Sizes], dict[str, int]]
+    unit: Callable[[Placement], int]
+    gathers: bool = True
+    reduces: bool = True
 
 
 def plain_collectives(
@@ -110,23 +117,29 @@ def plain_collectives(
     def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
         return reduce(full, placement), jnp.zeros_like(feedback)
 
+    def unit(placement: Placement) -> int:
+        # A leaf with a split of its own over other axes keeps its shape, and so does an integer.
+        apart = any(entry is not None for entry in placement.spec)
+        real = placement.dtype.kind in "fuV" and placement.dtype.itemsize > 1
+        return int(placement.is_sharded and real and not apart and math.prod(placement.shard_shape) > 0)
+
     return Collectives(
         gather, make_secondary if secondary else None, gather_secondary, reduce, reduce_with_feedback,
-        bytes_of_gather, reduce_bytes,
+        bytes_of_gather, reduce_bytes, unit,
     )  # fmt: skip
 
 
 def identity_gather(collectives: Collectives) -> Collectives:
     """The same reductions for parameters that are replicated (stages 1 and 2)."""
     return collectives._replace(
-        gather=lambda full, placement: full, secondary=None, gather_bytes=lambda placement, sizes: {}
+        gather=lambda full, placement: full, secondary=None, gather_bytes=lambda placement, sizes: {}, gathers=False
     )
 
 
 def unreduced(collectives: Collectives) -> Collectives:
     """The same gathers for gradients that stay full on each device, to be summed and reduced later."""
     return collectives._replace(
-        reduce=lambda full, placement: full, reduce_bytes=lambda placement, sizes: {}
+        reduce=lambda full, placement: full, reduce_bytes=lambda placement, sizes: {}, reduces=False
     )
 
 

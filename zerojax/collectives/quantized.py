@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +97,7 @@ def quantized_weights(
         secondary=None if plain.secondary is None else under_policy(kernels, secondary),
         gather_secondary=under_policy(kernels, gather_secondary),
         gather_bytes=gather_bytes,
+        unit=_whole_units(plain, (fmt,)),
     )
 
 
@@ -164,7 +165,22 @@ def quantized_gradients(
         reduce=under_policy(kernels, reduce),
         reduce_with_feedback=under_policy(kernels, reduce_with_feedback),
         reduce_bytes=reduce_bytes,
+        unit=_whole_units(plain, formats),
     )
+
+
+def _whole_units(plain: Collectives, formats: Sequence[QuantFormat]) -> Callable[[Placement], int]:
+    """Rows that hold whole blocks, and tiles where these have a scale, of every format: a leaf of whole rows has the
+    same values and bytes in company as by itself."""
+
+    def unit(placement: Placement) -> int:
+        found = plain.unit(placement)
+        if not found or not placement.is_quantized:
+            return found
+        largest = max(found, *(f.padded_size(1) for f in formats))  # all are powers of two
+        return 0 if math.prod(placement.shard_shape) % largest else largest
+
+    return unit
 
 
 def under_policy(kernels: Policy, move: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,10 +34,14 @@ def picks_one(eqn: Any) -> bool:
 
 
 def sums_over_layers(eqn: Any) -> bool:
-    """Whether an equation reduces a stack of matrices over dim 0, whatever other dims it is reduced over."""
+    """Whether an equation reduces a stack over dim 0: one of matrices, or anything to a scalar.
+
+    The mean of each filter of a convolution is better computed where it is used, of the kernel that is there anyway.
+    """
+    shape = eqn.invars[0].aval.shape
     return (
-        eqn.primitive.name in _REDUCTIONS and 0 in eqn.params["axes"] and len(eqn.invars[0].aval.shape) > 2
-        and math.prod(eqn.invars[0].aval.shape) > 0
+        eqn.primitive.name in _REDUCTIONS and 0 in eqn.params["axes"] and math.prod(shape) > 0
+        and (len(shape) == 3 or (len(shape) > 3 and eqn.outvars[0].aval.shape == ()))
     )  # fmt: skip
 
 

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
 from zerojax import _compat
+from zerojax.gather.stored import instantiated
 
 KEPT = 16  # programs: as many shapes or variants of one function
 COMPARED_BYTES = 2**20  # constants above are the same only if they are the same array
@@ -41,8 +43,12 @@ class CompiledOnce:
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)`; within a trace, or where compilation is turned off, just that."""
         leaves = jax.tree.leaves(args)
-        if not _compat.is_eager(leaves):
-            return fn(*args)
+        if _compat.is_eager(leaves):
+            return self._compiled(fn, *args)
+        return self._differentiated(fn, *args) if _compat.is_eager_gradient(leaves) else fn(*args)
+
+    def _compiled(self, fn: Callable[..., Any], *args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         if any(map(_compat.is_traced, closed.consts)):
             return fn(*args)
@@ -52,6 +58,40 @@ class CompiledOnce:
         if len(self.programs) > KEPT:
             self.programs.popitem(last=False)
         return jax.tree.unflatten(jax.tree.structure(out), program(closed.consts, leaves))
+
+
+    def _differentiated(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn(*args)` under `jax.grad` outside of every other trace: two programs, of forward and of backward pass."""
+        leaves, structure = jax.tree.flatten(args)
+        pullbacks: list[Any] = []  # the structure of what the forward pass keeps, noted while it is traced
+
+        @jax.custom_vjp
+        def call(*leaves: Any) -> Any:
+            return fn(*structure.unflatten(leaves))
+
+        def forward(*primals: Any) -> tuple[Any, Any]:
+            moves = [p.perturbed and jnp.issubdtype(jnp.result_type(p.value), jnp.inexact) for p in primals]
+
+            def run(*values: Any) -> tuple[Any, list[Any]]:
+                def of_moving(moving: list[Any]) -> Any:
+                    new = iter(moving)
+                    return fn(*structure.unflatten([next(new) if m else x for x, m in zip(values, moves, strict=True)]))
+
+                out, pullback = jax.vjp(of_moving, [x for x, m in zip(values, moves, strict=True) if m])
+                kept, form = jax.tree.flatten(pullback)
+                pullbacks[:] = [form, moves]
+                return out, kept
+
+            return self._compiled(run, *(p.value for p in primals))
+
+        def backward(kept: list[Any], cotangents: Any) -> tuple[Any, ...]:
+            pullback, moves = pullbacks
+            given = jax.tree.map(instantiated, cotangents)
+            grads = iter(self._compiled(lambda kept, c: pullback.unflatten(kept)(c)[0], kept, given))
+            return tuple(next(grads) if m else None for m in moves)
+
+        call.defvjp(forward, backward, symbolic_zeros=True)
+        return call(*leaves)
 
 
 def _compiled(jaxpr: Any) -> Callable[..., Any]:

@@ -15,10 +15,11 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.collectives.packed import gather_together
 from zerojax.collectives.plain import plain_collectives
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import other_axes, with_auto_mesh
-from zerojax.layout.placement import Placement, pad
+from zerojax.layout.placement import pad
 from zerojax.optimizer.stored import constrain, has_master, master_dtype, to_logical
 
 Tree = Any
@@ -78,36 +79,52 @@ def finish_update(
     pending = iter(jax.tree.leaves(updates))
     for i, (p, master) in enumerate(zip(layout.leaves, masters, strict=True)):
         if not p.trainable:
-            out.append(jnp.zeros((), p.dtype))  # added to a frozen leaf, changes nothing and holds no memory
+            out.append(None)
             continue
         u = next(pending)
         if master is None:
-            out.append(_to_param_form(constrain(u, p, layout), p, layout))
+            out.append(constrain(u, p, layout))
             continue
         assert params is not None
         wide = master.dtype
         new = constrain(optax.apply_updates(master, u), p, layout)
         narrow, old = rounded(new, p.dtype), to_logical(params[i], p, layout).astype(wide)
         # As integers: a cast cannot be moved across them, so that the wire carries the narrow dtype.
-        bits = _to_param_form(lax.bitcast_convert_type(narrow, f"uint{8 * p.dtype.itemsize}"), p, layout)
-        out.append(lax.bitcast_convert_type(bits, p.dtype).astype(wide) - params[i].astype(wide))
+        out.append(lax.bitcast_convert_type(narrow, f"uint{8 * p.dtype.itemsize}"))
         applied = rounded(old + (narrow.astype(wide) - old), p.dtype).astype(wide)
         new_masters[i] = constrain(jnp.where(applied == narrow.astype(wide), new, applied), p, layout)
-    return out, new_masters
+    moved = _in_param_form(out, layout)
+    for i, (p, master) in enumerate(zip(layout.leaves, masters, strict=True)):
+        if not p.trainable:
+            moved[i] = jnp.zeros((), p.dtype)  # added to a frozen leaf, changes nothing and holds no memory
+        elif master is not None:
+            assert params is not None
+            moved[i] = lax.bitcast_convert_type(moved[i], p.dtype).astype(master.dtype) - params[i].astype(master.dtype)
+    return moved, new_masters
 
 
-def _to_param_form(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    if layout.stage >= 3:
-        return constrain(pad(x, p), p, layout)
+def _in_param_form(values: list[Any], layout: Layout) -> list[Any]:
+    """Values of the parameters' logical shapes on their shards (None: none) in the form of the parameters."""
     if not layout.stage:
-        return x
-    replicated = with_auto_mesh(layout.full_sharding(p))
-    if p.is_sharded and len(p.axes) > 1:
+        return values
+    pairs = list(zip(values, layout.leaves, strict=True))
+    on_shards = [x if x is None else constrain(pad(x, p), p, layout) for x, p in pairs]
+    if layout.stage >= 3:
+        return on_shards
+    moving = [i for i, (x, p) in enumerate(pairs) if x is not None and p.is_sharded]
+    if moving:
         # Over "node" first, then inside the node: every byte enters a node once. The compiler's own gather is one ring
         # over all devices, whose neighbours are of different nodes.
-        gather = plain_collectives(other_axes(layout.mesh, layout.config.axes)).gather
-        x = jax.shard_map(
-            lambda shard: gather(shard, p), mesh=replicated.mesh, in_specs=p.data_spec, out_specs=PartitionSpec(),
-            axis_names=set(layout.config.axes), check_vma=False,
-        )(constrain(pad(x, p), p, layout))  # fmt: skip
-    return jax.lax.with_sharding_constraint(x, replicated)
+        placed = [layout.leaves[i].with_dtype(on_shards[i].dtype) for i in moving]
+        plain = plain_collectives(other_axes(layout.mesh, layout.config.axes))
+        gathered = jax.shard_map(
+            lambda shards: gather_together(shards, placed, plain, layout.config.pack_bytes),
+            mesh=with_auto_mesh(layout.full_sharding(placed[0])).mesh, in_specs=([p.data_spec for p in placed],),
+            out_specs=PartitionSpec(), axis_names=set(layout.config.axes), check_vma=False,
+        )([on_shards[i] for i in moving])  # fmt: skip
+        for i, x in zip(moving, gathered, strict=True):
+            on_shards[i] = x
+    return [
+        x if x is None else jax.lax.with_sharding_constraint(x, with_auto_mesh(layout.full_sharding(p)))
+        for x, p in zip(on_shards, layout.leaves, strict=True)
+    ]

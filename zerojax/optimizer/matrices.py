@@ -94,8 +94,12 @@ def with_full_matrices(fn: Callable[..., Any], layout: Layout) -> Callable[..., 
     16.0
     """
 
+    traced_once = jax.jit(fn)
+
     def moved(specs: Sequence[PartitionSpec | None], *args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        closed, shapes = jax.make_jaxpr(traced_once, return_shape=True)(*args)
+        if not any(_multiplies_matrices(eqn) for eqn in _compat.open_jaxpr(closed)[0].eqns):
+            return traced_once(*args)  # as it was just traced: not a second time
         leaves = jax.tree.leaves(args)
         steps: list[_Step] = []
         numbers = itertools.count(len(leaves))

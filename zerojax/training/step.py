@@ -16,6 +16,7 @@ import optax
 
 from zerojax import _compat
 from zerojax.gradients.local import Accumulation
+from zerojax.gradients.norm import global_norm
 from zerojax.gradients.outputs import wide_dtype
 from zerojax.gradients.transform import gradient_function
 from zerojax.gradients.wire import kept_in_skipped_step
@@ -123,7 +124,7 @@ def make_train_step(
             loss_scale=None if scale is None else scale.scale,
         )  # fmt: skip
         grads = out.grads if scale is None else jax.tree.map(lambda g: _wide(g) / scale.scale, out.grads)
-        norm = optax.tree.norm(jax.tree.map(_wide, grads))
+        norm = global_norm(grads, layout)
         factor = None if clip_norm is None else jnp.minimum(1.0, clip_norm / norm)
         if factor is not None:
             grads = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)

@@ -34,9 +34,13 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "int8 weight gathers": {"quantize_weights": "int8"},
     "secondary partition": {"secondary": True},
     "quantised gradients": {"quantize_gradients": ("int8", "int4")},
+    "weight deltas": {"weight_deltas": "int4"},
 }
-"""In the order in which they are tried: what changes the training least first."""
-_EXACT = {"quantize_weights": None, "quantize_gradients": None, "rounding": "nearest", "error_feedback": False}
+"""In the order in which they are tried."""
+_EXACT = {
+    "quantize_weights": None, "weight_deltas": None, "quantize_gradients": None, "rounding": "nearest",
+    "error_feedback": False,
+}  # fmt: skip
 _SIZES_ON_GPU, _SIZES_ON_CPU = (16 << 20, 256 << 20), (1 << 14, 1 << 20)
 
 
@@ -193,7 +197,7 @@ def _no_effect(fields: Mapping[str, Any], before: ZeroConfig, tried: ZeroConfig,
     """Why a technique need not be tried."""
     if tried == before:
         return "is on already"
-    if "secondary" in fields and mesh.shape[before.axes[0]] == 1:
+    if ("secondary" in fields or "weight_deltas" in fields) and mesh.shape[before.axes[0]] == 1:
         return "there is one node"
     return None
 

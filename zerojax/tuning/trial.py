@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig
 from zerojax.gradients.transform import value_and_grad
+from zerojax.gradients.wire import init_wire_state
 from zerojax.hlo.program import read_program
 from zerojax.hosts.agreement import exchange
 from zerojax.layout.layout import Layout
@@ -155,7 +156,12 @@ def mean_gradients(job: Job, config: ZeroConfig, count: int) -> list[Tree]:
     grad_fn = jax.jit(value_and_grad(
         job.loss_fn, layout, has_aux=job.has_aux, weighted=job.weighted, microbatches=job.microbatches
     ))  # fmt: skip
-    return [grad_fn(params, batch, *job.rest)[1] for batch in job.batches[:count]]
+    wire, found = init_wire_state(layout), []
+    for batch in job.batches[:count]:
+        _, grads, *remembered = grad_fn(params, batch, *job.rest, **({} if wire is None else {"wire": wire}))
+        wire = remembered[0] if remembered else None
+        found.append(grads)
+    return found
 
 
 def _quiet_seconds(traced: jax.stages.Traced, layout: Layout, state: TrainState, rest: Any) -> float:
@@ -175,6 +181,10 @@ def _quiet_seconds(traced: jax.stages.Traced, layout: Layout, state: TrainState,
 def _on_slowest(seconds: Sequence[float]) -> Timing:
     """The same figure on every process, so that all decide alike."""
     low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
-    said = [tuple(map(float, text.split())) for text in exchange("the times of a trial", f"{middle!r} {high - low!r}")]
-    step, spread = max(said)
+    answer = exchange("the times of a trial", f"{middle!r} {high - low!r}", _slowest)
+    step, spread = map(float, answer.split())
     return Timing(step, spread / 2)
+
+
+def _slowest(said: list[str]) -> str:
+    return max(said, key=lambda text: float(text.split()[0]))
