@@ -6,7 +6,7 @@ The runs are those of mosaicml/llm-foundry, scripts/train/benchmarking/README.md
 attention, bfloat16 compute, nodes of 8 GPUs, sequences of 2048 tokens. Their models are MPT: decoder-only transformers
 with biases, learned positions, a tied embedding of 50368 rows and an MLP of four times the width; the parameter counts
 below are met exactly. Where the source does not say how fast the network is (H100), one 400 Gbit/s adapter per GPU is
-taken. Each run is compiled with stage 3 for GPUs that are not here and replayed (`zerojax.planner.replay`); nothing is
+taken. Each run is compiled ahead of time with stage 3 for its GPUs and replayed (`zerojax.planner.replay`); nothing is
 set per run. Attention stands in the scope "flash_attention", which is replayed as one fused kernel: half of the
 products' FLOP, since it is causal, and no traffic for what lies between them. The scores exist in the program that is
 compiled, so it is compiled for GPUs with room for them; their memory is not what a fused kernel would need.

@@ -54,10 +54,19 @@ WEIGHT_VARIANTS: dict[str, dict[str, Any]] = {
     "weights int4, blocks of 64": {"quantize_weights": QuantFormat(4, 64)},
 }
 
+# What is remembered from step to step has no error of a single step.
+DELTA_VARIANTS: dict[str, dict[str, Any]] = {
+    "weight deltas int4": {"weight_deltas": "int4"},
+    "weight deltas int2": {"weight_deltas": "int2"},
+    "weight deltas int4, gradients int8 and int4": {"weight_deltas": "int4", **_gradients("int4")},
+    "weight deltas int2, gradients int8 and int4": {"weight_deltas": "int2", **_gradients("int4")},
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 3": {},
     "ZeRO++": {"quantize_weights": "int8", "secondary": True, **_gradients("int4")},
     **WEIGHT_VARIANTS,
+    **DELTA_VARIANTS,
     **{f"gradients {name}": options for name, options in GRADIENT_VARIANTS.items()},
 }
 

@@ -74,7 +74,7 @@ class Probe:
 
 
 def probe() -> Probe | None:
-    """The GPU of this process that can be asked, or None: on CPUs, and while compiling for a GPU that is not here."""
+    """The GPU of this process that can be asked, or None: on CPUs, and while compiling for a target GPU."""
     kind, capability = _compat.target_device()
     device = jax.local_devices()[0]
     if kind != "gpu" or capability is None or device.platform != "gpu" or _compat.is_assumed():

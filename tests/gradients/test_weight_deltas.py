@@ -62,7 +62,8 @@ def gradients(mesh, deltas, microbatches=1):
 # bits; in 2 bits a third of the change stays behind.
 @pytest.mark.parametrize(("mesh", "deltas", "bound"), [("2x4", "int4", 0.0025), ("3x2", "int2", 0.01)])
 def test_a_step_computes_with_weights_next_to_the_parameters(mesh, deltas, bound):
-    layout = make_layout(mesh, deltas)
+    # One of them with gathers inside the node that travel a layer ahead, as on GPUs.
+    layout = make_layout(mesh, deltas, prefetch_bytes=2**20 if deltas == "int2" else None)
     tx = zerojax.zero(optax.adam(1e-3), layout)
     step = zerojax.make_train_step(models.dense_loss, tx, layout)
     state = zerojax.TrainState.create(layout.shard(PARAMS), tx, layout)
@@ -83,6 +84,8 @@ def test_a_step_computes_with_weights_next_to_the_parameters(mesh, deltas, bound
             for a, b in zip(nodes[0], other, strict=True):
                 np.testing.assert_array_equal(held[a.id], held[b.id])
         assert models.largest_shard(x) == x.nbytes // nodes.shape[1]
+    size = sum(x.nbytes for x in jax.tree.leaves(state.wire)) // layout.mesh.shape["local"]
+    assert f"{size:,} on each device" in next(x for x in layout.describe().splitlines() if x.startswith("replicas"))
 
 
 @pytest.mark.parametrize(("mesh", "deltas", "levels"), [("2x4", "int4", 7), ("3x2", "int2", 1.5)])
@@ -162,6 +165,43 @@ def test_one_exchange_serves_all_microbatches():
     assert found == [len(MATRICES)] * 2
 
 
+@pytest.mark.parametrize("form", ["in reverse", "cast before and checkpointed"])
+def test_changes_of_many_layers_travel_in_the_loop_over_them(form):
+    layers = 33
+    keys = jax.random.split(jax.random.key(2), layers)
+    stack = {"w": jax.vmap(lambda key: jax.random.normal(key, (24, 24)) / 5)(keys), "b": jnp.full((layers, 24), 0.1)}
+    params = {**PARAMS, "stack": stack}
+
+    def loss_fn(p, batch):
+        dtype = jnp.float32 if form == "in reverse" else jnp.bfloat16
+        stack = jax.tree.map(lambda x: x.astype(dtype), p["stack"])
+
+        def layer(h, p):
+            return h + jnp.tanh((h.astype(dtype) @ p["w"] + p["b"]).astype(h.dtype)) * models.ramp(24) * 0.2, None
+
+        body = layer if form == "in reverse" else jax.checkpoint(layer)
+        h, _ = jax.lax.scan(body, batch["x"] @ p["first"], stack, reverse=form == "in reverse")
+        return jnp.mean((h @ p["last"] * p["gain"] - batch["y"]) ** 2)
+
+    layout = models.make_layout(params, "2x4", 3, weight_deltas="int4", min_quantize_size=0)
+    fn = jax.jit(zerojax.value_and_grad(loss_fn, layout))
+    wire, plain = zerojax.init_wire_state(layout), models.make_layout(params, "2x4", 3)
+    plain_fn = jax.jit(zerojax.value_and_grad(loss_fn, plain))
+    program = read_program(fn.lower(layout.shard(params), BATCH, wire=wire).compile(), layout.mesh)
+    (in_loop,) = program.select("all-gather", axes="node", in_loop=True, dtype="u8")
+    assert in_loop.executions == layers
+    for _ in range(3):
+        *_, wire = result = fn(layout.shard(params), BATCH, wire=wire)
+        assert distances(wire, params).max() < 0.004
+        held = in_compute(wire, params)
+        loss, grads = plain_fn(plain.shard(held), BATCH)
+        np.testing.assert_allclose(result[0], loss, rtol=FLOAT32)
+        # Activations that are computed again may be rounded to bfloat16 in other places.
+        tolerance = FLOAT32 if form == "in reverse" else 2 * CAST
+        assert models.largest_error(layout.unshard(result[1]), plain.unshard(grads)) < tolerance
+        params = jax.tree.map(lambda x, g: x - 1e-3 * jnp.sign(g), params, plain.unshard(grads))
+
+
 def test_it_goes_on_bit_for_bit_after_a_restore_and_next_to_the_parameters_on_another_layout(tmp_path):
     def train(layout, tx, state, steps):
         step = zerojax.make_train_step(models.dense_loss, tx, layout, donate=False, on_nonfinite="skip")
@@ -205,9 +245,9 @@ def test_every_use_reads_the_replica_in_the_dtype_of_the_loss(form):
                   "layers": [jax.tree.map(lambda x, i=i: x[i], PARAMS["stack"]) for i in range(2)]}  # fmt: skip
         batch = BATCH
 
-        def loss_fn(p, batch):
-            stack = jax.tree.map(lambda *x: jnp.stack(x), *p["layers"])
-            return models.dense_loss({**p, "stack": stack}, batch)
+        def loss_fn(params, batch):
+            stack = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
+            return models.dense_loss({**params, "stack": stack}, batch)
 
     layout = models.make_layout(params, "2x4", 3, weight_deltas="int4", min_quantize_size=0)
     fn = jax.jit(zerojax.value_and_grad(loss_fn, layout))

@@ -85,7 +85,9 @@ def compiled(
         loss_fn, params, batch = subject.loss_fn, subject.params, subject.batch
     else:
         loss_fn, params, batch = perceptron()
-    layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(**{name: ALL[name] for name in techniques}))
+    fields = {"weight_deltas": name[-4:]} if (name := techniques[0] if techniques else "").startswith("deltas") else {}
+    fields |= {name: ALL[name] for name in techniques if name in ALL}
+    layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(**fields))
     program = compile_for(mesh, loss_fn, layout, batch, mesh.size * microbatches, microbatches, kernels)
     return Compiled(read_program(program, mesh), layout, program.as_text() or "")
 
@@ -100,7 +102,8 @@ def compile_for(mesh, loss_fn, layout, batch, rows, microbatches=1, kernels=Fals
     fn = jax.jit(zerojax.value_and_grad(loss_fn, layout, microbatches=microbatches), compiler_options=options)
     before = pallas_kernels.prefer_kernels(kernels)
     try:
-        return compile_once(fn.lower(layout.param_shapes(), batch), mesh, "h100")
+        wire = zerojax.init_wire_state(layout, abstract=True)
+        return compile_once(fn.lower(layout.param_shapes(), batch, wire=wire), mesh, "h100")
     finally:
         pallas_kernels.prefer_kernels(before)
 
@@ -132,6 +135,19 @@ def test_bytes_entering_each_of_few_nodes(nodes, local, techniques, volume):
     inside = one.program.received_bytes(axes="local") / one.model_bytes
     gather, reduce = (0.5 if name in techniques else 1.0 for name in ("quantize_weights", "quantize_gradients"))
     assert inside == pytest.approx((2 * gather + reduce) * (local - 1) / local, rel=0.02)
+
+
+@AOT
+@pytest.mark.parametrize(
+    ("model", "nodes", "deltas", "limit"),
+    [("perceptron", 2, "int4", 0.54 / 2), ("perceptron", 2, "int2", 0.415 / 2), ("18b", 48, "int4", 0.53)],
+)
+def test_changes_of_weights_enter_a_node_in_4_or_2_bits(model, nodes, deltas, limit):
+    one = compiled(model, nodes, 8, (f"deltas {deltas}", "quantize_gradients"), kernels=model == "18b")
+    assert 0.9 * limit < one.entering() < limit
+    assert one.entering("all-gather", phase="backward") == 0
+    # What gathers a replica anew stands in a branch.
+    assert {x.in_conditional for x in one.program.select("all-gather", axes="node") if x.is_seldom} == {True}
 
 
 @AOT

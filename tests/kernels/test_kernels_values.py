@@ -1,4 +1,4 @@
-"""The Mosaic kernels have the reference's bits: interpreted, and compiled for an absent H100 and run by `ptx_machine`.
+"""The Mosaic kernels have the reference's bits: interpreted, and compiled for an H100 and run by `ptx_machine`.
 
 Interpretation does not see what the compiler makes of a kernel, nor whether it takes it, nor what a kernel says in the
 compiler's own terms; execution does, and takes a GPU's freedoms too: products fused into additions, reciprocals a unit

@@ -48,6 +48,19 @@ TECHNIQUES = {
 }
 
 
+@pytest.mark.parametrize(("deltas", "limit"), [("int4", 0.53), ("int2", 0.43)])
+def test_changes_of_weights_and_their_gradients_enter_a_node_in_4_or_2_bits(deltas, limit, model):
+    params, uses = model
+    layout = layout_of(params, 48, 8, weight_deltas=deltas, quantize_gradients=("int8", "int4"))
+    moves = predict_traffic(layout, uses)
+    assert total(moves, "node_bytes") < limit * model_bytes(params)
+    assert total(moves, "node_bytes", phase="backward", kind="all-gather") == 0
+    # Inside the node the replica is gathered in bfloat16, as an unquantised secondary partition is.
+    plain = layout_of(params, 48, 8, secondary=True, quantize_gradients=("int8", "int4"))
+    inside = [total(m, axes=("local",)) for m in (moves, predict_traffic(plain, uses))]
+    assert inside[0] == pytest.approx(inside[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_volumes_into_a_node_are_those_of_the_zero_plus_plus_paper(name, model):
     fields, paper = TECHNIQUES[name]

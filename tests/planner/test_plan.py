@@ -78,6 +78,14 @@ def test_error_feedback_has_a_class_of_its_own():
     assert plan_stack(compiles=False).configs[0].memory.classes["error_feedback"] == 0
 
 
+def test_the_replica_of_weight_deltas_has_a_class_of_its_own_in_place_of_the_secondary():
+    found = plan_stack(config=ZeroConfig(weight_deltas="int4"), num_nodes=2, compiles=False).configs[0]
+    elements = 2 * 4 * 512 * 2048
+    assert found.memory.classes["replica"] == elements // 8 * 2  # bfloat16, 1/local on each device
+    assert found.memory.classes["secondary"] == 0
+    assert found.name == "stage 3 + weight deltas int4"
+
+
 def test_techniques_without_effect_on_the_cluster_are_named():
     found = plan_stack(config=ZeroConfig(secondary=True), num_nodes=1, compiles=False)
     assert "secondary has no effect" in found.configs[0].notice

@@ -121,7 +121,7 @@ def test_any_argument_can_hold_the_activations():
     assert jax.grad(lambda p: wrapped(p, state).sum())(2.0) == 3
 
 
-# ------------------------------------------------------------------ compiled for GPUs that are not here
+# ------------------------------------------------------------------ compiled ahead of time for target GPUs
 
 ROWS, LENGTH, WIDTH = 8, 512, 1024
 CHECKPOINTS = LAYERS * ROWS * LENGTH * WIDTH * 2  # bytes: the input of every layer on one device, bfloat16

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import _compat
+from zerojax.gather.changes import LayerChanges
 from zerojax.gather.checkpointed import ordered_checkpoint
 from zerojax.gather.deferred import Deferred, is_held, params_of, plain, without_gradient
 from zerojax.gather.equation import Equation, GatherWarning, disassemble, warn_if_gathered_early
@@ -106,19 +107,24 @@ def scan_rule(e: Equation) -> list[Any]:
         last, ys = scan_with_ahead(e, loop, ahead, consts, carry, outer, layered, join, first, flags)
     else:
         flat, rebuild = disassemble([*consts, *kept, *outer])
-        flat_xs, rebuild_xs = disassemble(layered, layer=True)
+        changes = LayerChanges(layered, params["length"], reverse=params["reverse"])
+        flat_xs, rebuild_xs = disassemble(changes.stacks(layered), layer=True)
 
-        def body(carried: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
-            inner = e.scope.nested()
+        def body(state: tuple[list[Any], list[Any]], part: tuple[list[Any], Any]) -> tuple[Any, Any]:
+            inner, (carried, current), (sliced, index) = e.scope.nested(), state, part
+            following = changes.after(index)  # travels while this layer is computed
+            layers = rebuild_xs(changes.filled(sliced, current), inner)
             fixed, now = iter(rebuild(flat, inner)), iter(carried)
             args = [*(next(fixed) for _ in consts), *(next(now) if m else next(fixed) for m in moving)]
-            out = e.evaluate(params["jaxpr"], [*args, *join(fixed, rebuild_xs(sliced, inner))], inner, flags)
+            out = e.evaluate(params["jaxpr"], [*args, *join(fixed, layers)], inner, flags)
             new = [plain(x) for x, m in zip(out, moving, strict=False) if m]
-            return new, [plain(x) for x in out[loop.carried :]]
+            return (new, following), ([plain(x) for x in out[loop.carried :]], current)
 
-        last, ys = lax.scan(
-            body, first, flat_xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-        )
+        (last, _), (ys, changed) = lax.scan(
+            body, (first, changes.first), (flat_xs, changes.indices), length=params["length"],
+            reverse=params["reverse"], unroll=params["unroll"],
+        )  # fmt: skip
+        e.scope.changed.update(zip(changes.paths(), changed, strict=True))
     results = iter(last if order is None else order.through(last))
     return [*(next(results) if m else x for x, m in zip(carry, moving, strict=True)), *ys]
 
@@ -236,18 +242,18 @@ def _apart(xs: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[[Iterator[
     ]  # fmt: skip
 
     # Rules close over `join`: it holds on to no array.
-    shells = [x.map_leaves(lambda _: None) if isinstance(x, Deferred) else None for x in xs]
+    forms = [x.map_leaves(lambda _: None) if isinstance(x, Deferred) else None for x in xs]
 
     def join(fixed: Iterator[Any], layers: Sequence[Any]) -> list[Any]:
         own = iter(layers)
 
-        def layer_of(shell: Deferred | None) -> Any:
-            if shell is None:
+        def layer_of(form: Deferred | None) -> Any:
+            if form is None:
                 return next(own)
-            parts = iter([next(own) if along else next(fixed) for along in shell.stacked])
-            return shell.map_leaves(lambda _: next(parts)).map_layers(lambda leaf: leaf, 0)
+            parts = iter([next(own) if along else next(fixed) for along in form.stacked])
+            return form.map_leaves(lambda _: next(parts)).map_layers(lambda leaf: leaf, 0)
 
-        return [layer_of(shell) for shell in shells]
+        return [layer_of(form) for form in forms]
 
     return fixed, stacks, join
 

@@ -21,6 +21,7 @@ from jax import lax
 
 from zerojax.collectives.plain import Collectives
 from zerojax.gather.accumulator import GradAccumulator
+from zerojax.gather.changes import Changing
 from zerojax.gather.order import Mark, Order, Token, hand_on, together
 from zerojax.gather.views import Op
 from zerojax.layout.placement import Placement
@@ -42,6 +43,7 @@ class Scope:
         window: bytes of weights of a loop's next layer that are gathered while a layer computes; None: none are.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
+        changed: by key path, the replicas of stacks that a loop has brought up to date.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
             is the inputs beside the parameters.
     """
@@ -61,6 +63,7 @@ class Scope:
         self.collectives = collectives
         self.order = order
         self.window = window
+        self.changed: dict[str, jax.Array] = {}
         self.total = total
         self.forward_only = forward_only
         self.fed_back = {} if fed_back is None else fed_back
@@ -181,6 +184,7 @@ class Stored:
         aval: shape and dtype after the view, as the program sees the parameter.
         feedback: what earlier reductions lost between nodes; its cotangent is what this one loses. Usually None.
         origin: the parameter before the view, or None.
+        changing: the weights of a stack whose replica a loop brings up to date layer by layer; usually None.
         secondary_stack: None for a shard; for a secondary partition, its number of leading dims to be scanned over.
     """
 
@@ -194,6 +198,7 @@ class Stored:
     feedback: jax.Array | None = None
     origin: Stored | None = None
     secondary_stack: int | None = None
+    changing: Changing | None = None
 
     @property
     def is_secondary(self) -> bool:

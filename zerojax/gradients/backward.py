@@ -27,12 +27,20 @@ from zerojax import _compat
 from zerojax.collectives.packed import reduce_together
 from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
+from zerojax.gather.changes import is_scanned_directly
 from zerojax.gather.evaluate import evaluate_plain
 from zerojax.gather.order import Mark, Order, Token, zero_token
 from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import cast_target, leaf_uses, stacks_vectors
-from zerojax.gradients.replicas import held_by_replica, least_quantized, travels_by_deltas, up_to_date
+from zerojax.gradients.replicas import (
+    can_change_by_layer,
+    changing_by_layer,
+    held_by_replica,
+    least_quantized,
+    travels_by_deltas,
+    up_to_date,
+)
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import prefetch_window
 from zerojax.layout.placement import Placement
@@ -51,7 +59,7 @@ class Backward(NamedTuple):
             loss must read for the backward pass to keep its order, or None).
         finish: (partial gradients, possibly summed over several runs, feedback) -> this device's reduced gradients and
             the new feedback.
-        replicas: what every node holds of each leaf after this step, or None.
+        replicas: what every node holds of each leaf after this step, or None; complete once `run` has been called.
     """
 
     run: Callable[[Tree, Any, list[Any]], tuple[Any, Callable[[Any], Pulled]]]
@@ -130,26 +138,36 @@ def staged_backward(
     ]
     pairs = zip(layout.leaves, uses, strict=True)
     by_replica = [i for i, (p, of_leaf) in enumerate(pairs) if travels_by_deltas(p, of_leaf, layout)]
-    for i, replica in up_to_date(leaves, {i: replicas[i] for i in by_replica}, layout).items():
+    by_layer = {
+        i for i in by_replica
+        if not repeated and can_change_by_layer(layout.leaves[i], uses[i], layout)
+        and is_scanned_directly(jaxpr, i, cast_target(uses[i], layout.leaves[i].dtype))
+    }  # fmt: skip
+    for i, replica in up_to_date(leaves, {i: replicas[i] for i in by_replica}, layout, by_layer).items():
         replicas[i] = replica
-        held[i] = held_by_replica(leaves[i], replica, layout.leaves[i], uses[i], outer)
+        if i in by_layer:
+            held[i] = changing_by_layer(leaves[i], replica, layout.leaves[i], uses[i], layout, outer)
+        else:
+            held[i] = held_by_replica(leaves[i], replica, layout.leaves[i], uses[i], outer)
     if repeated:
         same = _replicated_inputs(layout, batch, rest)
         held = hoist_secondaries(jaxpr, [*held, *jax.tree.leaves((batch, rest))], same, outer)[: len(held)]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Pulled]]:
-        def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[Any, list[Token]]:
+        def of_grad_inputs(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[Any, Any]:
             order = _order(layout, tokens)
             scope = layout_scope(layout, reduces=not deferred, order=order)
             parts = zip(held, grad_inputs, feedback, strict=True)
             args = [_entered(*part, scope) for part in parts]
             program, inputs, same = program_of(loss_fn, layout, jaxpr, args, batch, rest)
             out = out_tree.unflatten(evaluate_plain(program, inputs, scope, same))
-            return arrays(out), [] if order is None else [order.behind()]
+            return (arrays(out), [] if order is None else [order.behind()]), scope.changed
 
         grad_inputs = [_grad_input(x, p, layout, deferred) for x, p in zip(leaves, layout.leaves, strict=True)]
         entering = [None] * len(grad_inputs) if deferred else feedback
-        (out, behind), vjp = jax.vjp(of_grad_inputs, grad_inputs, entering, [zero_token(), zero_token()])
+        tokens = [zero_token(), zero_token()]
+        (out, behind), vjp, changed = jax.vjp(of_grad_inputs, grad_inputs, entering, tokens, has_aux=True)
+        replicas[:] = [changed.get(p.path, x) for p, x in zip(layout.leaves, replicas, strict=True)]
 
         def pullback(cotangent: Any) -> Pulled:
             # What exists at the end of the forward pass is what the first gathers of the backward pass wait for.
@@ -282,6 +300,9 @@ def _entered(x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, s
     if x.is_secondary:
         narrow = None if grad_input is None else grad_input.astype(x.placement.dtype)
         return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
+    if x.changing is not None:
+        narrow = None if grad_input is None else grad_input.astype(x.placement.dtype)
+        return dataclasses.replace(scope.enter(x.shard, narrow, x.placement, feedback=feedback), changing=x.changing)
     # The shard itself is not differentiated here: what it is used for under `stop_gradient` must not seem to be.
     return scope.enter(x.shard, grad_input, x.placement, feedback=feedback)
 

@@ -7,17 +7,20 @@ pass gather inside the node. Runs inside `shard_map` over the data axes; nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives.deltas import Deltas, weight_deltas
+from zerojax.gather.changes import FEWEST_LAYERS, Changing
 from zerojax.gather.stored import Scope, Stored
 from zerojax.gather.uses import LeafUse, cast_target, stacks_vectors
 from zerojax.gradients.wire import has_replica
 from zerojax.layout.layout import Layout
+from zerojax.layout.mesh import prefetch_window
 from zerojax.layout.placement import Placement
 
 
@@ -31,13 +34,17 @@ def least_quantized(layout: Layout) -> int:
     return max(layout.config.min_shard_size, layout.config.min_quantize_size)
 
 
-def up_to_date(leaves: Sequence[jax.Array], replicas: Mapping[int, jax.Array], layout: Layout) -> dict[int, jax.Array]:
+def up_to_date(
+    leaves: Sequence[jax.Array], replicas: Mapping[int, jax.Array], layout: Layout, by_layer: Collection[int] = ()
+) -> dict[int, jax.Array]:
     """The replicas of this step, by the number of their leaf.
 
     Args:
         leaves: the parameters in stored form, local.
         replicas: those of the last step.
         layout: the layout.
+        by_layer: numbers of stacks whose changes travel later, layer by layer: their replicas belong to the parameters
+            and are those of the last step.
     """
     if not replicas:
         return {}
@@ -47,8 +54,8 @@ def up_to_date(leaves: Sequence[jax.Array], replicas: Mapping[int, jax.Array], l
         current = _belonging(shards, list(replicas.values()), places, deltas, layout.config.axes)
         # Of a leaf that is not trained nothing is sent: its replica has its bits.
         current = [
-            deltas.updated(x, replica, p) if p.trainable else replica
-            for x, replica, p in zip(shards, current, places, strict=True)
+            deltas.updated(x, replica, p) if p.trainable and i not in by_layer else replica
+            for i, x, replica, p in zip(replicas, shards, current, places, strict=True)
         ]
     return dict(zip(replicas, current, strict=True))
 
@@ -83,3 +90,30 @@ def held_by_replica(
     stored = scope.enter(x, x if placement.trainable else None, placement.with_dtype(dtype))
     # Every dim before the one that is split can be taken apart by a loop.
     return stored.holding(replica.astype(dtype), stack=placement.dim or 0)
+
+
+def changing_by_layer(
+    x: jax.Array, replica: jax.Array, placement: Placement, uses: Sequence[LeafUse], layout: Layout, scope: Scope
+) -> Stored:
+    """A stack whose changes travel in the loop that takes it layer by layer."""
+    dtype, deltas = cast_target(uses, placement.dtype), weight_deltas(layout)
+
+    def updated(shard: jax.Array, replica: jax.Array, placement: Placement) -> jax.Array:
+        with jax.named_scope("weight_deltas"):
+            return deltas.updated(shard, replica, placement)
+
+    x = lax.stop_gradient(x)
+    narrow = x.astype(dtype)  # read by nothing but a use that is not the loop's
+    stored = scope.enter(narrow, narrow, placement.with_dtype(dtype))
+    return dataclasses.replace(stored, changing=Changing(x, replica, placement, dtype, updated))
+
+
+def can_change_by_layer(placement: Placement, uses: Sequence[LeafUse], layout: Layout) -> bool:
+    """Whether a leaf is a stack of enough layers that is taken apart once, so that its changes can travel meanwhile.
+
+    Not in a loop whose gathers inside the node travel ahead: there all changes travel before it.
+    """
+    ahead = prefetch_window(layout.mesh, layout.config) is not None
+    if ahead or not placement.trainable or not placement.dim or len(uses) != 1:
+        return False
+    return uses[0].repeats == 1 and FEWEST_LAYERS <= uses[0].layers == placement.shape[0]

@@ -160,7 +160,7 @@ def absent_mesh(
     *,
     shape: Sequence[int] | None = None,
 ) -> jax.sharding.Mesh:
-    """Makes a mesh of GPUs that are not here, to lower and compile for (nothing can be put on them).
+    """Makes a mesh of target GPUs, to lower and compile for ahead of time (nothing can be put on them).
 
     Devices are laid out node by node, so that a node's devices are neighbours on the last axes.
 

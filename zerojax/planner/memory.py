@@ -86,7 +86,7 @@ def model_state_bytes(layout: Layout, tx: optax.GradientTransformation) -> Model
         ValueError: `tx` belongs to another layout, or `zero` is inside a chain.
 
     >>> import jax.numpy as jnp, zerojax
-    >>> mesh = jax.sharding.AbstractMesh((64,), ("data",))  # 64 devices that are not here
+    >>> mesh = jax.sharding.AbstractMesh((64,), ("data",))  # no device is needed
     >>> model = {"w": jax.ShapeDtypeStruct((7_500, 1_000_000), jnp.bfloat16)}  # 7.5B parameters
     >>> layout = zerojax.partition(model, mesh, zerojax.ZeroConfig(stage=1, axes="data"))
     >>> held = model_state_bytes(layout, optax.adam(1e-3))

@@ -22,7 +22,7 @@ from zerojax.collectives.plain import gather_bytes
 from zerojax.collectives.select import has_secondary, layout_collectives
 from zerojax.config import QuantFormat, ZeroConfig
 from zerojax.gather.uses import LeafUse
-from zerojax.gradients.replicas import travels_by_deltas
+from zerojax.gradients.replicas import can_change_by_layer, travels_by_deltas
 from zerojax.hlo.collective import Traffic, node_share
 from zerojax.hlo.program import CompiledProgram
 from zerojax.layout.layout import Layout
@@ -124,7 +124,7 @@ class _LeafTraffic:
             return found
         by_deltas = travels_by_deltas(p, uses, self.layout)
         if by_deltas and p.trainable:
-            found += self._changes()
+            found += self._changes(uses)
         for use in uses:
             if stage >= 3 and p.is_sharded:
                 found += [move for move in self._gathers(use) if not by_deltas or move.axes == p.axes[-1:]]
@@ -144,14 +144,20 @@ class _LeafTraffic:
                     found.append(self._move("update", "all-gather", (axis,), p.dtype.name, False, received, 1))
         return found
 
-    def _changes(self) -> list[Traffic]:
-        """The change of a replica, once a step: read and written where it is quantised and where it is added."""
-        p, fmt = self.placement, self.layout.config.weight_deltas
+    def _changes(self, uses: Sequence[LeafUse]) -> list[Traffic]:
+        """The change of a replica, once a step: read and written where it is quantised and where it is added.
+
+        In a loop over layers that of the last one travels twice.
+        """
+        p, fmt, times = self.placement, self.layout.config.weight_deltas, 1
+        if by_layer := self.microbatches == 1 and can_change_by_layer(p, uses, self.layout):
+            p, times = p.without_leading_dim(), p.shape[0] + 1
         received = weight_deltas(self.layout).update_bytes(p, self.sizes)
         return [
-            self._move("forward", "all-gather", (axis,), _wire_name(fmt, p.dtype), False, size, 1, 2 * size)
+            self._move("forward", "all-gather", (axis,), _wire_name(fmt, p.dtype), by_layer, times * size, times,
+                       2 * times * size)
             for axis, size in received.items()
-        ]
+        ]  # fmt: skip
 
     def _gathers(self, use: LeafUse) -> list[Traffic]:
         part, layers = _layer(self.placement.with_dtype(use.dtype), use, self.layout)
