@@ -84,6 +84,8 @@ def test_a_step_computes_with_weights_next_to_the_parameters(mesh, deltas, bound
             for a, b in zip(nodes[0], other, strict=True):
                 np.testing.assert_array_equal(held[a.id], held[b.id])
         assert models.largest_shard(x) == x.nbytes // nodes.shape[1]
+    size = sum(x.nbytes for x in jax.tree.leaves(state.wire)) // layout.mesh.shape["local"]
+    assert f"{size:,} on each device" in next(x for x in layout.describe().splitlines() if x.startswith("replicas"))
 
 
 @pytest.mark.parametrize(("mesh", "deltas", "levels"), [("2x4", "int4", 7), ("3x2", "int2", 1.5)])
@@ -243,9 +245,9 @@ def test_every_use_reads_the_replica_in_the_dtype_of_the_loss(form):
                   "layers": [jax.tree.map(lambda x, i=i: x[i], PARAMS["stack"]) for i in range(2)]}  # fmt: skip
         batch = BATCH
 
-        def loss_fn(p, batch):
-            stack = jax.tree.map(lambda *x: jnp.stack(x), *p["layers"])
-            return models.dense_loss({**p, "stack": stack}, batch)
+        def loss_fn(params, batch):
+            stack = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
+            return models.dense_loss({**params, "stack": stack}, batch)
 
     layout = models.make_layout(params, "2x4", 3, weight_deltas="int4", min_quantize_size=0)
     fn = jax.jit(zerojax.value_and_grad(loss_fn, layout))

@@ -7,6 +7,17 @@ Each node holds a *replica* of the leaf, split inside the node, from step to ste
 between nodes, in 4 or 2 bits. What this step's quantisation missed is in the next step's difference, so errors do not
 add up: a change of all weights is forgotten by a factor of 14 (4 bits) or 3 (2 bits) a step. A replica that is far from
 the parameters (the first step, edited or restored weights) is gathered anew, unquantised. Local to `shard_map`.
+
+An 18B-parameter step for 48 x 8 H100 with gradients in int8 and int4, compiled on JAX 0.12 with `prefetch_bytes=None`
+and replayed; GB/s into a node, M the parameters in bfloat16:
+
+| | into a node | 400 GB/s | 50 GB/s | 12.5 GB/s |
+|---|---|---|---|---|
+| ZeRO++ | 0.755 M | 0.876 s | 1.311 s | 2.981 s |
+| changes in int4, in the loop over layers | 0.529 M | 0.860 s | 1.162 s | 2.332 s |
+| the same before the loop, 2.5 GB less | 0.522 M | 0.880 s | 1.185 s | 2.341 s |
+| that with int8 inside the node (0.7 % off) | 0.522 M | 0.874 s | 1.179 s | 2.335 s |
+| changes in int2 before the loop | 0.400 M | 0.869 s | 1.095 s | 1.980 s |
 """
 
 from __future__ import annotations

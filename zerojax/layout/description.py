@@ -46,8 +46,8 @@ def describe(
         quantized = " (quantised ones axis by axis)" if config.quantize_weights and "one" in how else ""
         lines.append(f"weights are gathered {how}{quantized}; gradients are reduced over {axes[1]}, then {axes[0]}")
     if config.weight_deltas is not None:
-        kept = [p for p in leaves if p.replica_dtype is not None]
-        held = sum(math.prod(p.padded_shape) * p.replica_dtype.itemsize for p in kept) // mesh.shape[config.axes[-1]]
+        kept = [(math.prod(p.padded_shape), dtype) for p in leaves if (dtype := p.replica_dtype) is not None]
+        held = sum(size * dtype.itemsize for size, dtype in kept) // mesh.shape[config.axes[-1]]
         lines.append(f"replicas   {len(kept):>2} leaves {config.weight_deltas} changes, {held:>14,} on each device")
     frozen = [p.path for p in leaves if not p.trainable]
     if frozen:

@@ -90,6 +90,8 @@ def examine(
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     software, problems = _software(on_gpu)
     rates = measure_mesh(mesh, sizes or (SIZES_ON_GPU if on_gpu else SIZES_ON_CPU))
+    if on_gpu and not any(name.startswith("nvidia-nccl") for name in software):
+        unknown.append("NCCL's version, and whether it fits: it is no package of this Python environment")
     problems += [
         f"{rate.kind} over {rate.axis!r} of {rate.size} bytes gave wrong values: do not train on these machines"
         for rate in rates if not rate.is_right

@@ -4,19 +4,27 @@ ZeRO's speedup is superlinear (arXiv 1910.02054, section 10.3): more devices lea
 microbatch, hence more arithmetic for each byte sent. So each configuration is tried at the largest microbatch that
 fits, and the steps, compiled there and replayed, are ranked by what a device gets done in a second.
 
-`gpt:18b` with activation checkpointing on H100, stage 3, 400 GB/s into a node, JAX 0.12 (attention as XLA compiles it,
-its scores in memory); "network" is the bandwidth into a node from which on a faster one saves under 5 %:
+Two GPTs with activation checkpointing on H100, stage 3, JAX 0.12 (attention as XLA compiles it, its scores in memory):
+tokens per second and GPU at several bandwidths into a node, in GB/s; "needed" is the one from which on a faster one
+saves under 5 %:
 
-    GPUs  examples  GB/GPU  of it state  tokens/s/GPU  of the peak  network, GB/s
-      64         1     8.9         4.04          1983         23 %           1739
-      64         4    21.5         4.04          2716         32 %            528
-      64        17    75.8         4.04          2681         32 %            105
-     128        18    77.5         2.02          2679         32 %             93
-     256        18    70.4         1.01          2576         30 %            105
-     512        18    69.8         0.50          2575         30 %            107
+    model GPUs  examples  GB/GPU  of it state    400     50     25   12.5   needed
+    18b     64         1     8.9         4.04   1983                          1739
+    18b     64         4    21.5         4.04   2716                           528
+    18b     64        17    75.8         4.04   2681                           105
+    18b    128        18    77.5         2.02   2679                            93
+    18b    256        18    70.4         1.01   2576                           105
+    18b    512        18    69.8         0.50   2575                           107
+    128b    64         1    45.2        27.89    309    115     66     35     1946
+    128b    64         4    73.6        27.89    400    263    185    116      591
+    128b   512         7    75.5         3.49    448    323    243    161      422
 
-The larger microbatch pays (37 % from 1 to 4 examples) and needs a sixteenth of the network. But from 64 GPUs on the
-state is 5 % of the memory or less, so that more of them add no examples: the speedup is linear there, not superlinear.
+The superlinear speedup needs two things. The state must be a large part of the memory at the smaller number: of 128B it
+is a third, so that 512 GPUs run 7 examples where 64 run 4, and 8 times the GPUs do 9.0 times the work at 400 GB/s, 9.8
+times at 50 and 11.1 times at 12.5. And the larger microbatch must pay: where the network is waited for (below
+"needed"), up to the ratio of the examples, here 1.75. 18B shows none from 64 to 512 GPUs, since its state is 5 % of the
+memory already: 17 examples become 18, so that no network however slow could show more than 6 %, and from 105 GB/s on
+that network is not waited for.
 """
 
 from __future__ import annotations
