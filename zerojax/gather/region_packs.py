@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from zerojax.gather.order import Order, Token, hand_on, together
 from zerojax.gather.primitives import Kind, kind_of, layer_flags
 from zerojax.gather.replicated import Flags
 
-if TYPE_CHECKING:
-    from zerojax.gather.stored import Scope, Stored
+# Of `zerojax.gather.stored`, which imports this.
+Scope = Any
+Stored = Any
 
 
 class RegionPack:
