@@ -82,7 +82,9 @@ class ZeroConfig:
             where XLA overlaps nothing and the longer program would only be compiled longer.
         pack_bytes: bytes of full leaves (weights or gradients) that travel in one message where small leaves are needed
             one after the other; a larger leaf travels by itself. 4 MiB cross even a slow GPU network in less than the
-            latency of a few messages. 0: each leaf by itself. Values and bytes do not depend on it.
+            latency of a few messages. 0: each leaf by itself. "auto": 4 MiB where gradients are reduced at the end of a
+            step and where updated parameters are gathered (stages 1 and 2), 0 where leaves move in the middle of the
+            loss (stages 2 and 3); a number holds for both. Values and bytes do not depend on it.
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
@@ -109,7 +111,7 @@ class ZeroConfig:
     min_quantize_size: int = 2**14
     kernels: Literal["auto", "always", "never"] = "auto"
     prefetch_bytes: int | Literal["auto"] | None = "auto"
-    pack_bytes: int = 4 * 2**20
+    pack_bytes: int | Literal["auto"] = "auto"
 
     @classmethod
     def zero_plus_plus(cls, **overrides: Any) -> ZeroConfig:
@@ -122,6 +124,16 @@ class ZeroConfig:
             "stage": 3, "quantize_weights": "int8", "secondary": True, "quantize_gradients": ("int8", "int4"),
         }  # fmt: skip
         return cls(**{**defaults, **overrides})
+
+    @property
+    def listed_pack_bytes(self) -> int:
+        """`pack_bytes` where many leaves move at one point of the step."""
+        return 4 * 2**20 if self.pack_bytes == "auto" else self.pack_bytes
+
+    @property
+    def region_pack_bytes(self) -> int:
+        """`pack_bytes` where leaves move around their uses."""
+        return 0 if self.pack_bytes == "auto" else self.pack_bytes
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
@@ -142,8 +154,9 @@ class ZeroConfig:
             raise ValueError(
                 f"ZeroConfig(prefetch_bytes={window!r}): 'auto', None or a number of bytes (0 or more) is needed"
             )
-        if isinstance(self.pack_bytes, bool) or not isinstance(self.pack_bytes, int) or self.pack_bytes < 0:
-            raise ValueError(f"ZeroConfig(pack_bytes={self.pack_bytes!r}): a number of bytes (0 or more) is needed")
+        packed = self.pack_bytes
+        if packed != "auto" and (isinstance(packed, bool) or not isinstance(packed, int) or packed < 0):
+            raise ValueError(f"ZeroConfig(pack_bytes={packed!r}): 'auto' or a number of bytes (0 or more) is needed")
         for field in ("master_dtype", "grad_dtype"):
             object.__setattr__(self, field, _float_name(field, getattr(self, field)))
         self._check_techniques()

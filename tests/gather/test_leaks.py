@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import models
 import pytest
+import stack_programs  # noqa: F401 (adds its programs to LAYERED)
 from layered_programs import LAYERED, inputs
 from weight_programs import MESH, PROGRAMS, examples, parameters
 
@@ -31,7 +32,8 @@ CHOSEN = (
     "loop_constants_beside_layers", "weight_in_the_carry", "fori_loop_with_index", "while_loop_over_a_stopped_weight",
     "switch_in_a_loop", "custom_vjp_of_its_own", "custom_jvp_of_a_weight", "checkpoint_policies", "gradient_inside",
     "rule_of_its_own_around_the_layers", "loop_that_stops_early_on_each_device", "stack_made_of_its_own_layers",
-    "normalised_stack", "masked_stack_over_an_index",
+    "normalised_stack", "masked_stack_over_an_index", "groups_of_layers", "layers_taken_by_an_index",
+    "low_rank_updates_made_before_the_loop",
 )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ Each framework's own idiom makes a pure function of the parameters; nothing in a
 """
 
 import functools
+import math
+import warnings
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -19,6 +21,7 @@ from models import ramp
 from tolerances import FLOAT32
 
 import zerojax
+from zerojax import _compat
 
 LAYERS, WIDTH, HEADS, TOKENS, LENGTH, BATCH = 2, 24, 2, 29, 6, 16
 
@@ -279,3 +282,48 @@ def test_parameters_in_nested_containers():
     state, _ = step(zerojax.TrainState.create(layout.shard(params), tx), x)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     assert models.largest_error(layout.unshard(state.params), want) < FLOAT32
+
+
+class SquareLayer(nn.Module):
+    @nn.compact
+    def __call__(self, h, _=None):
+        return jnp.tanh(nn.Dense(WIDTH, use_bias=False)(h))
+
+
+class CarriedLayer(SquareLayer):
+    def __call__(self, h, _=None):
+        return super().__call__(h), None
+
+
+def gathered_sizes(jaxpr):
+    """Elements that each all-gather brings, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "all_gather":
+            yield math.prod(eqn.outvars[0].aval.shape)
+        for inner in _compat.sub_jaxprs(eqn):
+            yield from gathered_sizes(inner)
+
+
+def scanned_along(axis):
+    return nn.scan(CarriedLayer, variable_axes={"params": axis}, split_rngs={"params": True}, length=4)()
+
+
+@pytest.mark.parametrize(
+    "model", [scanned_along(0), scanned_along(1), nn.remat_scan(SquareLayer, lengths=(2, 2))()],
+    ids=["scan", "scan over dim 1", "remat_scan"],
+)  # fmt: skip
+def test_linen_layers_are_gathered_one_at_a_time(model):
+    x = jnp.ones((8, WIDTH))
+
+    def run(p, x):
+        out = model.apply(p, x, None) if isinstance(model, CarriedLayer) else model.apply(p, x)
+        return jnp.mean((out[0] if isinstance(out, tuple) else out) ** 2)
+
+    params = jax.eval_shape(model.init, jax.random.key(0), x, *([None] if isinstance(model, CarriedLayer) else []))
+    layout = models.make_layout(params, "2x4", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", zerojax.GatherWarning)
+        traced = jax.make_jaxpr(zerojax.value_and_grad(run, layout))(layout.param_shapes(), x)
+    sizes = list(gathered_sizes(traced.jaxpr))
+    assert sizes
+    assert max(sizes) == WIDTH**2

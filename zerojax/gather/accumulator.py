@@ -37,8 +37,6 @@ class GradAccumulator:
     ) -> None:
         self._collectives, self._order, self._fed_back = collectives, order, fed_back
         self._grad_input, self._feedback, self._placement = grad_input, feedback, placement
-        if order is None:
-            _ = self.zeros
 
     @functools.cached_property
     def zeros(self) -> jax.Array:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives.plain import Collectives
+from zerojax.gather.cotangents import instantiated
 from zerojax.gather.order import together, zero_token
-from zerojax.gather.stored import instantiated
 from zerojax.gather.traced_layer import (
     Arrays,
     Layer,

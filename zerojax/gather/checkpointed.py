@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.gather.cotangents import instantiated
 from zerojax.gather.order import Order, Progress, Token, together
-from zerojax.gather.stored import Scope, instantiated
+from zerojax.gather.stored import Scope
 
 
 def ordered_checkpoint(

@@ -22,6 +22,7 @@ from zerojax.gather.deferred import apply_held, defer, is_held, params_of, plain
 from zerojax.gather.derivatives import custom_rule
 from zerojax.gather.equation import Equation, warn_if_gathered_early, warn_if_stack_is_gathered
 from zerojax.gather.primitives import PRIMITIVES, Kind, holds_loop, kind_of
+from zerojax.gather.region_packs import plan_packs
 from zerojax.gather.replicated import Flags
 from zerojax.gather.rewritten import rewritten, sums_over_layers
 from zerojax.gather.stored import Scope, Stored
@@ -43,7 +44,12 @@ def evaluate(jaxpr: Any, args: Sequence[Any], scope: Scope, replicated: Sequence
     inner, consts = _compat.open_jaxpr(jaxpr)
     env: dict[Any, Any] = dict(zip(inner.constvars, consts, strict=True))
     env.update(zip(inner.invars, args, strict=True))
-    flags = Flags(inner, [isinstance(x, Stored) for x in args] if replicated is None else replicated)
+    same_everywhere = [isinstance(x, Stored) for x in args] if replicated is None else replicated
+    flags = Flags(inner, same_everywhere)
+    if not scope.is_planned:
+        scope.is_planned = True
+        window = scope.pack_bytes if scope.order is None else min(scope.pack_bytes, scope.order.window)
+        plan_packs(inner, args, same_everywhere, scope, window)
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, _compat.Literal) else env[atom]

@@ -241,16 +241,19 @@ def _apart(xs: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[[Iterator[
         for leaf, along in (zip(x.leaves, x.stacked, strict=True) if isinstance(x, Deferred) else ((x, True),)) if along
     ]  # fmt: skip
 
+    # Rules close over `join`: it holds on to no array.
+    forms = [x.map_leaves(lambda _: None) if isinstance(x, Deferred) else None for x in xs]
+
     def join(fixed: Iterator[Any], layers: Sequence[Any]) -> list[Any]:
         own = iter(layers)
 
-        def layer_of(x: Any) -> Any:
-            if not isinstance(x, Deferred):
+        def layer_of(form: Deferred | None) -> Any:
+            if form is None:
                 return next(own)
-            parts = iter([next(own) if along else next(fixed) for along in x.stacked])
-            return x.map_leaves(lambda _: next(parts)).map_layers(lambda leaf: leaf, 0)
+            parts = iter([next(own) if along else next(fixed) for along in form.stacked])
+            return form.map_leaves(lambda _: next(parts)).map_layers(lambda leaf: leaf, 0)
 
-        return [layer_of(x) for x in xs]
+        return [layer_of(form) for form in forms]
 
     return fixed, stacks, join
 

@@ -22,7 +22,9 @@ from jax import lax
 from zerojax.collectives.plain import Collectives
 from zerojax.gather.accumulator import GradAccumulator
 from zerojax.gather.changes import Changing
+from zerojax.gather.cotangents import after, fill, instantiated, is_inexact, take
 from zerojax.gather.order import Mark, Order, Token, hand_on, together
+from zerojax.gather.region_packs import RegionPack, sources_of
 from zerojax.gather.views import Op
 from zerojax.layout.placement import Placement
 
@@ -43,6 +45,7 @@ class Scope:
         window: bytes of weights of a loop's next layer that are gathered while a layer computes; None: none are.
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
+        pack_bytes: bytes of full leaves that travel together, see `zerojax.gather.region_packs`; 0: none do.
         changed: by key path, the replicas of stacks that a loop has brought up to date.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
             is the inputs beside the parameters.
@@ -59,8 +62,13 @@ class Scope:
         forward_only: bool = False,
         order: Order | None = None,
         window: int | None = None,
+        pack_bytes: int = 0,
     ) -> None:
         self.collectives = collectives
+        self.pack_bytes = pack_bytes
+        # By id of a parameter, the pack it travels in and its number there; filled in when the region is read.
+        self.packs: dict[int, tuple[RegionPack, int]] = {}
+        self.is_planned = forward_only or not pack_bytes
         self.order = order
         self.window = window
         self.changed: dict[str, jax.Array] = {}
@@ -82,7 +90,7 @@ class Scope:
         a rule that outlives the trace may close over it."""
         return functools.partial(
             Scope, self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            forward_only=self.forward_only, total=self.total, window=self.window,
+            forward_only=self.forward_only, total=self.total, window=self.window, pack_bytes=self.pack_bytes,
         )  # fmt: skip
 
     def enter(
@@ -102,7 +110,10 @@ class Scope:
         )
 
     def _accumulator(self, *parts: Any) -> GradAccumulator:
-        return GradAccumulator(self.collectives, self.order, self.fed_back, *parts)
+        accumulator = GradAccumulator(self.collectives, self.order, self.fed_back, *parts)
+        if self.order is None and not self.pack_bytes:
+            _ = accumulator.zeros
+        return accumulator
 
     def cast(self, stored: Stored, dtype: np.dtype) -> Stored:
         """The parameter in a narrower dtype, cast before it is gathered; the same cast twice is one parameter."""
@@ -265,32 +276,39 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         apply: the operation on plain local arrays; must not close over traced values.
         args: its arguments; `Stored` ones are gathered here and again in the backward pass.
     """
-    args = [a.scope.secondary(a) if isinstance(a, Stored) else a for a in args]
     stored = [a for a in args if isinstance(a, Stored)]
     where = [isinstance(a, Stored) for a in args]
     others = [a for a in args if not isinstance(a, Stored)]
     scope = stored[0].scope
+    sources, packs, reads = sources_of(stored, scope)
+    arrived = [None if pack is None else pack.carried for pack in packs]
     # The rules below outlive the trace in its equations: none of them may hold on to its arrays, as `stored` does.
-    movements, barrier = [s.movement for s in stored], scope.barrier
-    order, num_bytes = scope.order, sum(s.placement.full_bytes for s in stored if s.placement.is_sharded)
+    movements, barrier, is_pack = [s.movement for s in sources], scope.barrier, [pack is not None for pack in packs]
+    has_arrived = [x is not None for x in arrived]
+    order, num_bytes = scope.order, sum(
+        s.placement.full_bytes for s, x in zip(sources, arrived, strict=True) if s.placement.is_sharded and x is None
+    )
     marks = [] if order is None else order.awaited(num_bytes)
     trains = any(s.grad_accumulator is not None for s in stored)
     sets_mark = order is not None and (trains or scope.forward_only) and order.sets_mark(num_bytes)
     # Flat, since the rules below are given marked leaves, which a quantised array could not hold.
-    held, structure = jax.tree.flatten(scope.held(stored, marks))
+    held, structure = jax.tree.flatten(scope.held(sources, marks))
     holders = [s.gradient_holder() for s in stored if s.grad_accumulator is not None]
     has_holder = [s.grad_accumulator is not None for s in stored]
 
-    def gathered(shards: Sequence[Any]) -> list[jax.Array]:
-        parts = structure.unflatten(shards)
-        return [move.gathered(held) for move, held in zip(movements, parts, strict=True)]
+    def gathered(shards: Sequence[Any], carried: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The full arrays, and the packs among the sources; `carried`: sources that are there already, or None."""
+        parts = zip(movements, structure.unflatten(shards), carried, strict=True)
+        fulls = [move.gathered(held) if x is None else x for move, held, x in parts]
+        return [read.of(fulls[read.source]) for read in reads], take(fulls, is_pack)
 
     def merged(fulls: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         of_stored, of_rest = iter(fulls), iter(rest)
         return [next(of_stored) if is_stored else next(of_rest) for is_stored in where]
 
-    def forward(shards: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        return list(apply(merged(gathered(shards), rest)))
+    def forward(shards: Sequence[Any], rest: Sequence[Any], carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        fulls, of_packs = gathered(shards, fill([None] * len(has_arrived), has_arrived, carried))
+        return list(apply(merged(fulls, rest))), of_packs
 
     # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
     recomputed = jax.checkpoint(forward)
@@ -298,7 +316,9 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     seed = [order.seed] if sets_mark and order is not None else []
     waits = [mark.token for mark in marks] if trains or scope.forward_only else []
 
-    def passed(out: list[Any], seed: list[Token], waits: list[Token]) -> list[Any]:
+    def passed(out: list[Any], carried: list[Any], seed: list[Token], waits: list[Token]) -> list[Any]:
+        for pack, x in zip([pack for pack in packs if pack is not None], carried, strict=True):
+            pack.carried = x
         hand_on(marks[: len(waits)], waits)
         if order is not None:
             order.passed(num_bytes, seed[0] if seed else None)
@@ -306,54 +326,67 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     if scope.forward_only:
         others, seed = together(others, seed)
-        return passed(list(recomputed(held, others)), seed, waits)
+        return passed(*recomputed(held, others, []), seed, waits)
 
     @jax.custom_vjp
-    def op(shards: list[Any], holders: list[Any], rest: list[Any], seed: list[Token], waits: list[Token]) -> _Out:
+    def op(
+        shards: list[Any],
+        holders: list[Any],
+        rest: list[Any],
+        carried: list[Any],
+        seed: list[Token],
+        waits: list[Token],
+    ) -> _Out:
         rest, seed = together(rest, seed)
-        return forward(shards, rest), seed, waits
+        return *forward(shards, rest, carried), seed, waits
 
-    def fwd(shards: list[Any], holders: list[Any], rest: list[Any], *tokens: list[Any]) -> tuple[_Out, Any]:
-        values, inputs, seed, waits = ([x.value for x in part] for part in (shards, rest, *tokens))
+    def fwd(shards: list[Any], holders: list[Any], rest: list[Any], *more: list[Any]) -> tuple[_Out, Any]:
+        values, inputs, carried, seed, waits = ([x.value for x in part] for part in (shards, rest, *more))
         inputs, seed = together(inputs, seed)
         perturbed = _Perturbed(tuple(x.perturbed for x in holders), tuple(x.perturbed for x in rest))
-        return (list(recomputed(values, inputs)), seed, waits), (values, inputs, waits, perturbed)
+        out, of_packs = recomputed(values, inputs, carried)
+        return (list(out), of_packs, seed, waits), (values, inputs, waits, perturbed)
 
-    def bwd(residuals: Any, outputs: tuple[list[Any], list[Any], list[Any]]) -> tuple[Any, ...]:
+    def bwd(residuals: Any, outputs: tuple[list[Any], list[Any], list[Any], list[Any]]) -> tuple[Any, ...]:
         shards, rest, waited, were = residuals
-        unused = all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in outputs[0])
-        cotangents, mark, waits = ([instantiated(c) for c in part] for part in outputs)
+        outs, handed_back, *tokens = outputs
+        unused = all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in outs)
+        # What a later use has gathered again comes back as the cotangent of what was handed on to it.
+        back = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in handed_back]
+        cotangents, mark, waits = ([instantiated(c) for c in part] for part in (outs, *tokens))
         if unused:  # called for the tokens' sake: there may be no derivative to take
-            return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), mark, waits
+            returned = take(fill([None] * len(is_pack), is_pack, back), has_arrived)
+            return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), returned, mark, waits
         if barrier:
             if mark:
                 shards, mark = together(shards, mark)
             elif waits:
                 shards, waits = together(shards, waits)
             else:
-                shards, cotangents = _after(shards, cotangents)
+                shards, cotangents = after(shards, cotangents)
         if mark:
-            real = [_is_inexact(c) for c in cotangents]
-            ready, waits = together(_take(cotangents, real), waits)
-            cotangents = _fill(cotangents, real, ready)
+            real = [is_inexact(c) for c in cotangents]
+            ready, waits = together(take(cotangents, real), waits)
+            cotangents = fill(cotangents, real, ready)
             mark = [mark[0] + waited[0]]  # read, so that recomputed gathers wait for theirs too
-        fulls = gathered(shards)
-        wanted = _fill(has_holder, has_holder, were.holders)
-        perturbed = [m and _is_inexact(r) for r, m in zip(rest, were.rest, strict=True)]
+        fulls, of_packs = gathered(shards, fill([None] * len(is_pack), is_pack, back))
+        returned = take(fill([None] * len(is_pack), is_pack, of_packs), has_arrived)
+        wanted = fill(has_holder, has_holder, were.holders)
+        perturbed = [m and is_inexact(r) for r, m in zip(rest, were.rest, strict=True)]
 
         def of_inputs(wanted_fulls: list[Any], perturbed_rest: list[Any]) -> list[Any]:
-            return list(apply(merged(_fill(fulls, wanted, wanted_fulls), _fill(rest, perturbed, perturbed_rest))))
+            return list(apply(merged(fill(fulls, wanted, wanted_fulls), fill(rest, perturbed, perturbed_rest))))
 
-        _, vjp = jax.vjp(of_inputs, _take(fulls, wanted), _take(rest, perturbed))
+        _, vjp = jax.vjp(of_inputs, take(fulls, wanted), take(rest, perturbed))
         d_fulls, d_rest = vjp(cotangents)
-        d_holders = _fill([None] * len(were.holders), were.holders, d_fulls)
-        return [None] * len(shards), d_holders, _fill([None] * len(rest), perturbed, d_rest), mark, waits
+        d_holders = fill([None] * len(were.holders), were.holders, d_fulls)
+        return [None] * len(shards), d_holders, fill([None] * len(rest), perturbed, d_rest), returned, mark, waits
 
     op.defvjp(fwd, bwd, symbolic_zeros=True)
-    return passed(*op(held, holders, others, seed, waits))
+    return passed(*op(held, holders, others, take(arrived, has_arrived), seed, waits))
 
 
-_Out = tuple[list[Any], list[Token], list[Token]]
+_Out = tuple[list[Any], list[jax.Array], list[Token], list[Token]]
 
 
 @jax.tree_util.register_static
@@ -363,31 +396,3 @@ class _Perturbed:
 
     holders: tuple[bool, ...]
     rest: tuple[bool, ...]
-
-
-def instantiated(cotangent: Any) -> Any:
-    """A cotangent as an array, also where it is known to be zero."""
-    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    return (np.zeros if aval.dtype == jax.dtypes.float0 else jnp.zeros)(aval.shape, aval.dtype)
-
-
-def _after(shards: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Makes what follows on `shards` wait for the cotangents: their gather cannot be merged with an earlier one."""
-    real = [_is_inexact(c) for c in cotangents]
-    shards, waited = together(shards, _take(cotangents, real))
-    return shards, _fill(cotangents, real, waited)
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
-
-
-def _take(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    return [v for v, m in zip(values, mask, strict=True) if m]
-
-
-def _fill(values: Sequence[Any], mask: Sequence[bool], replacements: Sequence[Any]) -> list[Any]:
-    new = iter(replacements)
-    return [next(new) if m else v for v, m in zip(values, mask, strict=True)]

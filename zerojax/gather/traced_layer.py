@@ -66,7 +66,7 @@ class TracedLayer:
     """
 
     jaxpr: Any
-    groups: tuple[int, int, int, int]
+    groups: tuple[int, ...]
     structure: Any
     sources: tuple[_Source, ...]
     own: int

@@ -387,8 +387,11 @@ def _end(values: Sequence[_Value], place: _Place) -> None:
 
 def _merged(uses: Sequence[LeafUse]) -> tuple[LeafUse, ...]:
     """Uses of the same dtype, layers and repeats as one: within a step they share a gather."""
-    found: dict[Any, list[bool]] = {}
+    found: dict[tuple[Any, int, int, int], list[bool]] = {}
     for use in uses:
         any_of = found.setdefault((use.dtype, use.layers, use.repeats, use.alternatives), [False, False])
         any_of[:] = any_of[0] or use.in_backward, any_of[1] or use.in_branch
-    return tuple(LeafUse(*key[:2], again, *key[2:], in_branch) for key, (again, in_branch) in found.items())
+    return tuple(
+        LeafUse(dtype, layers, again, repeats, alternatives, in_branch)
+        for (dtype, layers, repeats, alternatives), (again, in_branch) in found.items()
+    )

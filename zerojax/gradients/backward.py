@@ -196,7 +196,7 @@ def _reduction(layout: Layout, placements: Sequence[Placement | None]) -> Callab
     collectives = layout_collectives(layout)
 
     def reduce_all(grads: list[Any], feedback: list[Any]) -> Reduced:
-        return reduce_together(grads, feedback, placements, collectives, layout.config.pack_bytes)
+        return reduce_together(grads, feedback, placements, collectives, layout.config.listed_pack_bytes)
 
     return reduce_all
 
@@ -271,6 +271,7 @@ def layout_scope(
         forward_only=forward_only,
         order=order,
         window=prefetch_window(layout.mesh, layout.config),
+        pack_bytes=layout.config.region_pack_bytes,
     )
 
 

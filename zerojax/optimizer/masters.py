@@ -118,7 +118,7 @@ def _in_param_form(values: list[Any], layout: Layout) -> list[Any]:
         placed = [layout.leaves[i].with_dtype(on_shards[i].dtype) for i in moving]
         plain = plain_collectives(other_axes(layout.mesh, layout.config.axes))
         gathered = jax.shard_map(
-            lambda shards: gather_together(shards, placed, plain, layout.config.pack_bytes),
+            lambda shards: gather_together(shards, placed, plain, layout.config.listed_pack_bytes),
             mesh=with_auto_mesh(layout.full_sharding(placed[0])).mesh, in_specs=([p.data_spec for p in placed],),
             out_specs=PartitionSpec(), axis_names=set(layout.config.axes), check_vma=False,
         )([on_shards[i] for i in moving])  # fmt: skip
