@@ -29,7 +29,7 @@ from zerojax.training.step import make_train_step
 
 # Fewer passes over machine code that nobody will run, and no search for the fastest kernels, which needs a GPU:
 # half of the compile time. Collectives, schedule and memory are the same. Products by Triton, by default: those of
-# the library (xla_gpu_enable_triton_gemm=false in XLA_FLAGS) carry no JAX names on 0.10, which the scopes of fused kernels
+# the library (xla_gpu_enable_triton_gemm=false) carry no JAX names on 0.10, which scopes of fused kernels
 # need; the step is 5 % slower to 7 % faster by them, and compiles 0.9 to 1.5 times as fast (18B with 16 examples 36
 # against 32 s of processor time, 7B with 6 examples 12 against 17 s; JAX 0.12).
 _OPTIONS: dict[str, str | bool] = {"xla_gpu_autotune_level": "0", "xla_backend_optimization_level": "0"}
