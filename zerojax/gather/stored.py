@@ -326,7 +326,8 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     if scope.forward_only:
         others, seed = together(others, seed)
-        return passed(*recomputed(held, others, []), seed, waits)
+        out, carried = recomputed(held, others, [])
+        return passed(out, carried, seed, waits)
 
     @jax.custom_vjp
     def op(

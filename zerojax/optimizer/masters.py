@@ -108,7 +108,7 @@ def _in_param_form(values: list[Any], layout: Layout) -> list[Any]:
     if not layout.stage:
         return values
     pairs = list(zip(values, layout.leaves, strict=True))
-    on_shards = [x if x is None else constrain(pad(x, p), p, layout) for x, p in pairs]
+    on_shards: list[Any] = [x if x is None else constrain(pad(x, p), p, layout) for x, p in pairs]
     if layout.stage >= 3:
         return on_shards
     moving = [i for i, (x, p) in enumerate(pairs) if x is not None and p.is_sharded]
