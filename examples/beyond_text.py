@@ -64,7 +64,7 @@ def _weights(key: jax.Array, shapes: dict[str, tuple[int, ...]]) -> dict[str, ja
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # type: ignore[import-not-found]
     except ModuleNotFoundError as error:
         raise SystemExit("the digits come with scikit-learn: pip install scikit-learn") from error
     found = load_digits()
@@ -200,6 +200,7 @@ def main() -> None:
                 config=zerojax.ZeroConfig(min_shard_size=1024, min_quantize_size=4096),
             )  # fmt: skip
             for trial in report.trials[1:]:
+                assert trial.error is not None
                 found.setdefault(trial.name, []).append((*trial.error, trial.loss_difference))
         for technique, rows in found.items():
             raw, preconditioned, difference = np.mean(rows, axis=0)

@@ -60,6 +60,6 @@ def test_an_interrupt_removes_the_cluster():
 def test_without_root_it_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(emulated_cluster.shutil, "which", lambda name: f"/sbin/{name}")
     monkeypatch.setattr(emulated_cluster.os, "geteuid", lambda: 1000)
-    assert "needs root" in emulated_cluster.what_is_missing()
+    assert "needs root" in str(emulated_cluster.what_is_missing())
     monkeypatch.setattr(emulated_cluster.shutil, "which", lambda name: None)
-    assert "apt install iproute2" in emulated_cluster.what_is_missing()
+    assert "apt install iproute2" in str(emulated_cluster.what_is_missing())

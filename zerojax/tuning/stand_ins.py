@@ -69,8 +69,9 @@ def _local(eqn: Any, axes: frozenset[str]) -> Any:
 
 def _inside(value: Any, axes: frozenset[str]) -> Any:
     """A parameter of an equation with the jaxprs in it rewritten."""
-    if isinstance(value, (tuple, list)) and any(hasattr(_compat.open_jaxpr(part)[0], "eqns") for part in value):
-        return type(value)(_inside(part, axes) for part in value)
+    if isinstance(value, (tuple, list)):
+        holds = any(hasattr(_compat.open_jaxpr(part)[0], "eqns") for part in value)
+        return type(value)(_inside(part, axes) for part in value) if holds else value
     if not hasattr(_compat.open_jaxpr(value)[0], "eqns"):
         return value
     if hasattr(value, "jaxpr"):
