@@ -115,7 +115,9 @@ def test_memory_grows_by_what_layers_keep_and_no_gather_is_merged_or_doubled(sca
         assert gathered_bytes(program) == 2 * layers * LAYER_BYTES
     for few in (4, 8):
         growth = (found[few + 4] - found[few]) / 4
-        assert growth < KEPT[remat] + LAYER_BYTES / 20, (growth, KEPT[remat], LAYER_BYTES)
+        # A scan keeps what is between its products before and after the activation, whatever gathers its weights.
+        kept = KEPT[remat] + (2 * 256 * 4 * WIDTH if scanned and not remat else 0)
+        assert growth < kept + LAYER_BYTES / 20, (growth, kept, LAYER_BYTES)
 
 
 def gathered_bytes(program):

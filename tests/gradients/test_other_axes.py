@@ -153,7 +153,7 @@ def test_expert_weights_are_neither_gathered_nor_reduced_over_their_axis():
             assert one.payload_bytes <= dense * 1.01, one
     # Each device holds half of the experts: over the data axes it gathers and reduces that half.
     half = 8 // 2 * one_expert
-    for kind, times in (("all-gather", 2 * 2), ("reduce-scatter", 2)):
-        sizes = [a.num_bytes * one.executions for one in program.select(kind, axes="local")
+    for kind, axes, times in (("all-gather", ("node", "local"), 2 * 2), ("reduce-scatter", "local", 2)):
+        sizes = [a.num_bytes * one.executions for one in program.select(kind, axes=axes)
                  for a in (one.results if kind == "all-gather" else one.operands) if a.num_bytes == half]  # fmt: skip
         assert sum(sizes) == times * half, (kind, program.traffic())
