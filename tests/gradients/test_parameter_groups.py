@@ -176,7 +176,7 @@ def compiled(layers):
 def test_an_int8_base_travels_in_one_byte_and_is_never_kept_whole():
     four, eight = compiled(4), compiled(8)
     weight = 1024 * 1024
-    moved = [(a, one.executions) for one in eight.select("all-gather", axes="local") for a in one.results]
+    moved = [(a, one.executions) for one in eight.select("all-gather", axes=("node", "local")) for a in one.results]
     # Forward and backward, the whole of every layer; all else is the low-rank factors, 16 wide.
     assert sum(times for a, times in moved if (a.dtype, a.num_bytes) == ("s8", weight)) == 2 * 8
     assert max(a.num_bytes for a, _ in moved if a.dtype != "s8") <= 2 * 16 * 1024

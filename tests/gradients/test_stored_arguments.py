@@ -184,7 +184,8 @@ def test_a_scanned_teacher_is_gathered_one_layer_at_a_time():
     lowered = jax.jit(zerojax.value_and_grad(loss, layout)).lower(params, x, layout.stored(params))
     program = read_program(lowered.compile(), mesh)
     gathers = [c for c in program.collectives if c.kind == "all-gather" and c.payload_bytes > 64 * 1024]
-    assert max(c.payload_bytes for c in gathers) == 2 * width * width
+    # Two first layers may share a message.
+    assert max(array.num_bytes for c in gathers for array in c.results) == 2 * width * width
     # Each layer: once for the teacher, which nothing is differentiated with respect to, twice for the student.
-    last_hop = sum(c.executions for c in gathers if c.payload_bytes == 2 * width * width)
+    last_hop = sum(c.executions for c in gathers for array in c.results if array.num_bytes == 2 * width * width)
     assert last_hop == 3 * layers

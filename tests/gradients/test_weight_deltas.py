@@ -15,7 +15,7 @@ from zerojax.hlo.program import read_program
 
 # Blocks and tiles are larger than the shards of these tiny leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")
-PARAMS, BATCH = models.dense_init(jax.random.key(4)), models.dense_batches(1, 24)[0]
+PARAMS, BATCH = jax.tree.map(jnp.asarray, models.dense_init(jax.random.key(4))), models.dense_batches(1, 24)[0]
 MATRICES = (("first",), ("stack", "w"), ("last",))
 # One rounding to bfloat16, of the largest value: 2^-9; relative to the norm of evenly spread values 0.0017.
 CAST, CAST_RMS = 2.0**-9, 0.0019
@@ -110,7 +110,7 @@ def test_a_jump_of_all_weights_is_forgotten_geometrically(mesh, deltas, levels):
 
 
 EDITS = {
-    "restored": lambda p: models.dense_init(jax.random.key(5)),
+    "restored": lambda p: jax.tree.map(jnp.asarray, models.dense_init(jax.random.key(5))),
     "one row": lambda p: {**p, "first": p["first"].at[3].set(p["first"][4] * 2)},
     "one layer": lambda p: {**p, "stack": {**p["stack"], "w": p["stack"]["w"].at[1].multiply(-1)}},
     "not finite": lambda p: {**p, "last": p["last"].at[2, 2].set(jnp.nan)},

@@ -20,7 +20,7 @@ CONFIG = zerojax.ZeroConfig(min_shard_size=0, min_quantize_size=0)
 
 @pytest.fixture(scope="module")
 def params():
-    return models.dense_init(jax.random.key(0))
+    return jax.tree.map(jnp.asarray, models.dense_init(jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")

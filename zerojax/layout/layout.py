@@ -320,6 +320,7 @@ class Layout:
         replicated  1 leaves          2,048 bytes,          2,048 on each device
           ['b'] (512,) float32: replicated, 2,048 bytes: 512 elements, fewer than min_shard_size 16384
           ['w'] (512, 512) float32: 131,072 bytes on each device: dim 0 of 512 divides by 8
+        weights are gathered over node, then local; gradients are reduced over local, then node
         """
         return describe(self.mesh, self.config, self.leaves, self.num_shards, every_leaf=every_leaf)
 
