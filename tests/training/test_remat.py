@@ -129,7 +129,7 @@ WEIGHTS = LAYERS * 2 * WIDTH * 4 * WIDTH * 2 // 2  # bytes of all layers on the 
 
 
 @functools.cache
-def compiled(mode):
+def compiled(mode, prefetch_bytes=None):
     mesh = absent_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
     shapes = {
         "layers": {
@@ -138,7 +138,7 @@ def compiled(mode):
         },
         "last": jax.ShapeDtypeStruct((WIDTH, 8), jnp.bfloat16),
     }
-    layout = zerojax.partition(shapes, mesh, zerojax.ZeroConfig(stage=3), specs=SPECS)
+    layout = zerojax.partition(shapes, mesh, zerojax.ZeroConfig(prefetch_bytes=prefetch_bytes), specs=SPECS)
     sharding = NamedSharding(mesh, PartitionSpec(("node", "local")))
     batch = {"x": jax.ShapeDtypeStruct((ROWS * 8, LENGTH, WIDTH), jnp.bfloat16, sharding=sharding)}
     loss = scanned(None if mode == "no checkpoint" else MODES[mode])
@@ -164,6 +164,10 @@ def test_memory_falls_to_the_inputs_of_the_layers_and_below():
     assert both.host_temp == CHECKPOINTS / 2
     assert nothing.temp - host.temp > 0.7 * CHECKPOINTS
     assert nothing.temp - both.temp > 0.7 * CHECKPOINTS
+    # A loop that gathers ahead runs its last layer forward and back at once: the input of that one stays.
+    ahead = compiled("input offloaded", "auto").memory
+    assert ahead is not None
+    assert ahead.host_temp == CHECKPOINTS * (LAYERS - 1) // LAYERS
 
 
 @pytest.mark.needs_cuda_plugin
