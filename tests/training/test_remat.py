@@ -158,8 +158,9 @@ def test_memory_falls_to_the_inputs_of_the_layers_and_below():
     assert nothing.temp < plain.temp / 3
     part, host, both = (memory(m) for m in ("partitioned", "input offloaded", "partitioned and offloaded"))
     assert plain.host_temp == nothing.host_temp == part.host_temp == 0
-    # Half of the checkpoints is gone from each device of the model axis, but for a gathered input (a quarter of that).
-    assert nothing.temp - part.temp > 0.7 * CHECKPOINTS / 2
+    # Half of the checkpoints is gone from each device of the model axis, but for a gathered input (a quarter of that)
+    # and, on JAX 0.12, a tenth more that is scheduled beside it.
+    assert nothing.temp - part.temp > 0.6 * CHECKPOINTS / 2
     assert host.host_temp == CHECKPOINTS
     assert both.host_temp == CHECKPOINTS / 2
     assert nothing.temp - host.temp > 0.7 * CHECKPOINTS
