@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import zerojax
+from zerojax.checkpoints import saving
 
 # Values restored into another layout are the same; the two steps after it sum 168 float32 gradients in another order,
 # which moves a leaf by about sqrt(168) * 6e-8 = 8e-7 of its largest gradient, times a learning rate of 1e-2 at most.
@@ -134,6 +135,18 @@ def test_error_feedback_of_another_layout_starts_from_zero_and_says_so(tmp_path)
     plain, plain_tx, _ = make("2x4", 1)
     with pytest.warns(zerojax.ZeroNotice, match="wire remembers in the checkpoint"):
         assert zerojax.restore(tmp_path / "run", plain, plain_tx).wire is None
+
+
+def test_feedback_under_its_earlier_name_starts_anew_whatever_its_shape():
+    params = {"w": jnp.ones((64, 32))}
+    pair = {"quantize_gradients": ("int8", "int4"), "min_quantize_size": 0, "error_feedback": True}
+    layout = models.make_layout(params, "2x4", 3, **pair)
+    tx = zerojax.zero(optax.sgd(0.1), layout)
+    held = zerojax.init_wire_state(layout, abstract=True).feedback["w"]
+    about = {"leaves": {"feedback.w": (held.dtype.name, held.shape)}}
+    with pytest.warns(zerojax.ZeroNotice, match="starts anew"):
+        assert saving._train_state_like(about, layout, tx).wire is None
+
 
 
 def test_padding_is_not_in_the_checkpoint_and_other_tools_read_it(tmp_path):

@@ -273,9 +273,10 @@ def _train_state_like(about: dict[str, Any], layout: Layout, tx: optax.GradientT
     scaled = any(name.startswith("loss_scale.") for name in saved)
     like = TrainState.create(layout.param_shapes(), tx, layout, DynamicScale() if scaled else None)
     wanted = sorted(tuple(x.shape) for x in jax.tree.leaves(like.wire))
-    found = sorted(shape for name, shape in saved.items() if name.startswith(OF_THE_WIRE[0]))
-    found += [shape for name, shape in saved.items() if name.startswith(OF_THE_WIRE[1:])]
-    if found and wanted != found:
+    new, *old = OF_THE_WIRE
+    found = sorted(shape for name, shape in saved.items() if name.startswith(new))
+    # What an earlier version wrote has another name: it is never read.
+    if any(name.startswith(tuple(old)) for name in saved) or (found and wanted != found):
         warnings.warn(
             "what the wire remembers in the checkpoint (error feedback, replicas of weights) is of another layout: it "
             "is left out, and starts anew where the configuration has it",
