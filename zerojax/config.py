@@ -148,15 +148,13 @@ class ZeroConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"ZeroConfig({field}={value!r}): {field} is a number of elements, 0 or more")
-        window = self.prefetch_bytes
-        known = window is None or window == "auto"
-        if not known and (isinstance(window, bool) or not isinstance(window, int) or window < 0):
-            raise ValueError(
-                f"ZeroConfig(prefetch_bytes={window!r}): 'auto', None or a number of bytes (0 or more) is needed"
-            )
-        packed = self.pack_bytes
-        if packed != "auto" and (isinstance(packed, bool) or not isinstance(packed, int) or packed < 0):
-            raise ValueError(f"ZeroConfig(pack_bytes={packed!r}): 'auto' or a number of bytes (0 or more) is needed")
+        for field, words in (("prefetch_bytes", ("auto", None)), ("pack_bytes", ("auto",))):
+            value = getattr(self, field)
+            if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                known = ", ".join(map(repr, words))
+                raise ValueError(
+                    f"ZeroConfig({field}={value!r}): {known} or a number of bytes (0 or more) is needed"
+                )
         for field in ("master_dtype", "grad_dtype"):
             object.__setattr__(self, field, _float_name(field, getattr(self, field)))
         self._check_techniques()

@@ -22,13 +22,14 @@ and replayed; GB/s into a node, M the parameters in bfloat16:
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.plain import Sizes, gather_over, within_other_axes
+from zerojax.collectives.plain import Sizes, gather_over, grown_bytes, within_other_axes
 from zerojax.collectives.quantized import dequantized, quantized_over, under_policy
 from zerojax.config import QuantFormat
 from zerojax.layout.layout import Layout
@@ -91,10 +92,7 @@ def weight_deltas(layout: Layout) -> Deltas:
         return ~jnp.all((most <= allowed) & jnp.isfinite(most))
 
     def update_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
-        outer, size = placement.axes[0], 1
-        for extent in placement.shard_shape:
-            size *= extent
-        return {outer: fmt.message_bytes(size) * (sizes[outer] - 1)}
+        return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes, [placement.axes[:1]])
 
     return Deltas(under_policy(config.kernels, updated), gathered, is_far, update_bytes)
 

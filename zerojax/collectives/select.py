@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zerojax.collectives.plain import Collectives, gather_linearly, identity_gather, plain_collectives, reduce_linearly
 from zerojax.collectives.quantized import Pair, quantized_gradients, quantized_weights
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import gathers_in_one_hop, other_axes
+from zerojax.layout.mesh import gathers_in_one_hop, keeps_secondary, other_axes
 from zerojax.layout.placement import Placement
 
 Move = Callable[[jax.Array, Placement], jax.Array]
@@ -75,9 +75,5 @@ def _with_derivatives(moves: Collectives, others: tuple[str, ...]) -> Collective
 
 
 def has_secondary(layout: Layout) -> bool:
-    """Whether a secondary partition differs from both the shard and the full leaf on this mesh.
-
-    Weight deltas keep one of each leaf from step to step, and those of other leaves for as long as ever.
-    """
-    asked = layout.config.secondary or layout.config.weight_deltas is not None
-    return asked and all(layout.mesh.shape[axis] > 1 for axis in layout.config.axes)
+    """`keeps_secondary` of a layout."""
+    return keeps_secondary(layout.mesh, layout.config)

@@ -8,14 +8,18 @@ not pile up. Knows nothing of the uses.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.collectives.packed import reduce_one
 from zerojax.collectives.plain import Collectives
 from zerojax.gather.order import Order, Token, hand_on, together
 from zerojax.layout.placement import Placement
+
+Reduce = Callable[[list[jax.Array], list[Any]], tuple[list[Any], list[Any]]]
 
 
 class GradAccumulator:
@@ -41,37 +45,72 @@ class GradAccumulator:
     @functools.cached_property
     def zeros(self) -> jax.Array:
         """See the class."""
-        order = self._order
-        marks = [] if order is None else [order.awaited_by_reduction()]
-        zeros, tokens = self._expand([mark.token for mark in marks])
-        hand_on(marks, tokens)
+        collectives, placement = self._collectives, self._placement
+
+        def reduce(fulls: list[jax.Array], feedback: list[Any]) -> tuple[list[Any], list[Any]]:
+            reduced, lost = reduce_one(fulls[0], feedback[0], placement, collectives)
+            return [reduced], [lost]
+
+        (zeros,) = expanded_zeros(
+            [self._grad_input], [self._feedback], [placement], reduce, self._order, self._fed_back
+        )
         return zeros
 
-    def _expand(self, tokens: list[Token]) -> tuple[jax.Array, list[Token]]:
-        # The rules below outlive the trace in its equations: they must not hold on to its arrays, as `self` does.
-        collectives, fed_back, placement, mark = self._collectives, self._fed_back, self._placement, object()
 
-        @jax.custom_vjp
-        def expand(grad_input: jax.Array, feedback: jax.Array | None, tokens: list[Token]) -> tuple[Any, list[Token]]:
-            return jnp.zeros(placement.shape, grad_input.dtype), tokens
+def expanded_zeros(
+    grad_inputs: Sequence[jax.Array],
+    feedback: Sequence[Any],
+    placements: Sequence[Placement],
+    reduce: Reduce,
+    order: Order | None,
+    fed_back: dict[str, object],
+) -> list[jax.Array]:
+    """Full-shaped zeros for some parameters; their cotangents, reduced together, are those of the grad_inputs.
 
-        def fwd(grad_input: jax.Array, feedback: jax.Array | None, tokens: list[Token]) -> tuple[Any, Any]:
-            return (jnp.zeros(placement.shape, grad_input.dtype), tokens), feedback
+    Args:
+        grad_inputs: of each parameter.
+        feedback: of each parameter, or None; its cotangent is what this reduction loses.
+        placements: of the parameters.
+        reduce: (full gradients, feedback) -> (shards, what was lost); holds no array.
+        order: of the gathers, which wait for the reduction.
+        fed_back: by key path, the one reduction that takes the leaf's feedback.
+    """
+    # The rules below outlive the trace in its equations: they must not hold on to its arrays.
+    reduction, marks = object(), [] if order is None else [order.awaited_by_reduction()]
 
-        def bwd(feedback: Any, cotangents: tuple[jax.Array, list[Token]]) -> tuple[Any, Any, list[Token]]:
-            cotangent, tokens = cotangents
-            if feedback is None:
-                reduced, lost = collectives.reduce(cotangent, placement), None
-            elif fed_back.setdefault(placement.path, mark) is not mark:
-                raise ValueError(
-                    f"error_feedback: the gradient of params{placement.path} is reduced in more than one place (inside "
-                    "and outside a loop, or in two dtypes), and its feedback can enter only one; turn error_feedback "
-                    "off"
-                )
-            else:
-                reduced, lost = collectives.reduce_with_feedback(cotangent, feedback, placement)
-            (reduced,), tokens = together([reduced], tokens)
-            return reduced, lost, tokens
+    def zeros(grad_inputs: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.zeros(p.shape, x.dtype) for x, p in zip(grad_inputs, placements, strict=True)]
 
-        expand.defvjp(fwd, bwd)
-        return expand(self._grad_input, self._feedback, tokens)
+    @jax.custom_vjp
+    def expand(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[list[Any], list[Token]]:
+        return zeros(grad_inputs), tokens
+
+    def fwd(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[Any, list[Any]]:
+        return (zeros(grad_inputs), tokens), feedback
+
+    def bwd(feedback: list[Any], cotangents: tuple[list[Any], list[Token]]) -> tuple[list[Any], list[Any], Any]:
+        found, tokens = cotangents
+        for lost, p in zip(feedback, placements, strict=True):
+            if lost is not None:
+                claim_feedback(fed_back, p, reduction)
+        reduced, lost = reduce(found, feedback)
+        reduced, tokens = together(reduced, tokens)
+        return reduced, lost, tokens
+
+    expand.defvjp(fwd, bwd)
+    out, tokens = expand(list(grad_inputs), list(feedback), [mark.token for mark in marks])
+    hand_on(marks, tokens)
+    return out
+
+
+def claim_feedback(fed_back: dict[str, object], placement: Placement, reduction: object) -> None:
+    """Notes that a reduction takes the leaf's error feedback.
+
+    Raises:
+        ValueError: another one does already.
+    """
+    if fed_back.setdefault(placement.path, reduction) is not reduction:
+        raise ValueError(
+            f"error_feedback: the gradient of params{placement.path} is reduced in more than one place (inside and "
+            "outside a loop, or in two dtypes), and its feedback can enter only one; turn error_feedback off"
+        )

@@ -19,20 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.collectives.packed import reduce_one
 from zerojax.collectives.plain import Collectives
-from zerojax.gather.cotangents import instantiated
+from zerojax.gather.accumulator import claim_feedback
+from zerojax.gather.cotangents import fill, instantiated, is_inexact, take
 from zerojax.gather.order import together, zero_token
 from zerojax.gather.traced_layer import (
     Arrays,
     Layer,
     Operands,
     TracedLayer,
-    filled,
-    is_inexact,
     leaves_filled,
     traced_layer,
     trained_of,
-    where,
 )
 from zerojax.layout.placement import Placement
 
@@ -80,15 +79,9 @@ class Ahead:
 
     def reduced(self, whole: jax.Array, feedback: Any) -> tuple[jax.Array, Any]:
         """A layer's gradient as a shard, and what its reduction lost."""
-        if feedback is None:
-            shard, lost = self.collectives.reduce(whole, self.placement), None
-        elif self.fed_back.setdefault(self.placement.path, self) is not self:
-            raise ValueError(
-                f"error_feedback: the gradient of params{self.placement.path} is reduced in more than one place, and "
-                "its feedback can enter only one; turn error_feedback off"
-            )
-        else:
-            shard, lost = self.collectives.reduce_with_feedback(whole, feedback, self.placement)
+        if feedback is not None:
+            claim_feedback(self.fed_back, self.placement, self)
+        shard, lost = reduce_one(whole, feedback, self.placement, self.collectives)
         return lax.convert_element_type(shard, self.grad_dtype), lost
 
 
@@ -186,8 +179,8 @@ class LoopAhead:
         (carried, results), kept, kept_last, secondaries = self._forward(operands, begun, traced.step)
         # The first gather of the backward pass waits for the end of the forward pass.
         real = [is_inexact(x) for x in carried]
-        passed, token = together(where(carried, real), [zero_token()])
-        carried = filled(carried, real, passed)
+        passed, token = together(take(carried, real), [zero_token()])
+        carried = fill(carried, real, passed)
         return (carried, results), (operands, kept, kept_last, secondaries, once, token, traced)
 
     def _backward(self, residuals: Any, cotangents: tuple[Arrays, Arrays]) -> list[Any]:
@@ -196,7 +189,7 @@ class LoopAhead:
         traced: TracedLayer
         wanted, last = traced.wanted, self.length - 1
         of_carried, of_results = jax.tree.map(instantiated, cotangents)
-        moving = where(of_carried, wanted.first)
+        moving = take(of_carried, wanted.first)
         trained = trained_of(wanted)
         carries = [a.in_backward for a in self.ahead]
 
@@ -220,14 +213,14 @@ class LoopAhead:
             of_layer = _at(of_results, layer)
             return traced.pull(
                 kept, once, operands.consts, _at(operands.xs, layer), wholes,
-                filled(of_carried, wanted.first, moving), of_layer,
+                fill(of_carried, wanted.first, moving), of_layer,
             )  # fmt: skip
 
         def reduced(wholes: Arrays, place: Any) -> list[Any]:
             """The gradients of the layer at a place, and what their reductions lost."""
             layer, new = self._layer_at(place), []
             of_trained = [a for a, t in zip(self.ahead, trained, strict=True) if t]
-            stacks = where(operands.stacks, trained)
+            stacks = take(operands.stacks, trained)
             for a, (_, _, feedback), whole in zip(of_trained, stacks, wholes, strict=True):
                 new.append(a.reduced(whole, None if feedback is None else _at(feedback, layer)))
             return new
@@ -243,7 +236,7 @@ class LoopAhead:
         in_all = _put(in_all, d_xs, self._layer_at(last))
         buffers = [
             jax.tree.map(jnp.zeros_like, (shard if grad_input is None else grad_input, feedback))
-            for shard, grad_input, feedback in where(operands.stacks, trained)
+            for shard, grad_input, feedback in take(operands.stacks, trained)
         ]
 
         def body(state: Any, place: jax.Array) -> Any:
@@ -274,7 +267,7 @@ class LoopAhead:
         in_all = _put(in_all, d_xs, self._layer_at(0))
         return [
             *leaves_filled(operands.consts, wanted.consts, d_consts),
-            *filled([None] * len(of_carried), wanted.first, moving),
+            *fill([None] * len(of_carried), wanted.first, moving),
             *leaves_filled(operands.xs, wanted.xs, in_all), *self._of_stacks(operands.stacks, trained, buffers),
         ]  # fmt: skip
 
@@ -311,8 +304,8 @@ def _gated(values: Tree, carried: Arrays) -> tuple[Tree, Arrays]:
     """Values, not before the floats among what is carried."""
     leaves, structure = jax.tree.flatten(values)
     real = [is_inexact(x) for x in carried]
-    leaves, passed = together(leaves, where(carried, real))
-    return structure.unflatten(leaves), filled(carried, real, passed)
+    leaves, passed = together(leaves, take(carried, real))
+    return structure.unflatten(leaves), fill(carried, real, passed)
 
 
 def _together(one: Tree, other: Tree) -> tuple[Tree, Tree]:

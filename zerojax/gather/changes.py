@@ -100,18 +100,16 @@ def is_scanned_directly(jaxpr: Any, number: int, dtype: np.dtype) -> bool:
     """
     inner, _ = _compat.open_jaxpr(jaxpr)
     var = inner.invars[number]
-    if any(var is out for out in inner.outvars):
-        return False
-    users = [(eqn, i) for eqn in inner.eqns for i, atom in enumerate(eqn.invars) if atom is var]
-    while len(users) == 1 and users[0][0].primitive.name == "convert_element_type":
-        eqn = users[0][0]
-        (var,) = eqn.outvars
-        if jnp.dtype(eqn.params["new_dtype"]) != dtype or any(var is out for out in inner.outvars):
-            return False
+    while True:
         users = [(eqn, i) for eqn in inner.eqns for i, atom in enumerate(eqn.invars) if atom is var]
-    if len(users) != 1:
-        return False
-    ((eqn, place),) = users
+        if len(users) != 1 or any(var is out for out in inner.outvars):
+            return False
+        ((eqn, place),) = users
+        if eqn.primitive.name != "convert_element_type":
+            break
+        if jnp.dtype(eqn.params["new_dtype"]) != dtype:
+            return False
+        (var,) = eqn.outvars
     kind = PRIMITIVES.get(eqn.primitive.name)
     if kind is Kind.SCAN:
         return place >= sum(_compat.scan_arity(eqn.params))

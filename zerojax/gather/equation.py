@@ -164,7 +164,4 @@ def _rebuilt(form: Any, arrays: Any, scope: Scope, layer: bool) -> Any:
     placement, stack = form.movement.placement, form.secondary_stack
     if layer:
         placement, stack = placement.without_leading_dim(), None if stack is None else stack - 1
-    param = scope.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack)
-    for op in form.movement.view:
-        param = param.viewed(op)
-    return param
+    return scope.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack).under(form.movement.view)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from zerojax import _compat
 from zerojax.collectives.packed import Pack, groups, pack_of, reduce_pack
 from zerojax.collectives.plain import Collectives
-from zerojax.gather.order import Order, Token, hand_on, together
+from zerojax.gather.accumulator import expanded_zeros
+from zerojax.gather.order import Order
 from zerojax.gather.primitives import Kind, kind_of, layer_flags
 from zerojax.gather.replicated import Flags
+from zerojax.gather.views import Op, seen
 
 # Of `zerojax.gather.stored`, which imports this.
 Scope = Any
@@ -43,9 +45,8 @@ class RegionPack:
         self, scope: Scope, members: Sequence[Stored], pack: Pack, accumulator: PackAccumulator | None
     ) -> None:
         self._scope, self._members, self._accumulator = scope, members, accumulator
-        self.pack, self.carried = pack, None
-
-    carried: jax.Array | None
+        self.pack = pack
+        self.carried: jax.Array | None = None
 
     @functools.cached_property
     def source(self) -> Stored:
@@ -72,40 +73,13 @@ class PackAccumulator:
     @functools.cached_property
     def zeros(self) -> list[jax.Array]:
         """Full-shaped zeros for each member."""
-        marks = [] if self._order is None else [self._order.awaited_by_reduction()]
-        zeros, tokens = self._expand([mark.token for mark in marks])
-        hand_on(marks, tokens)
-        return zeros
+        collectives, pack = self._collectives, self._pack
 
-    def _expand(self, tokens: list[Token]) -> tuple[list[jax.Array], list[Token]]:
-        # No array of the trace in the rules, as in `GradAccumulator`.
-        collectives, fed_back, pack, mark = self._collectives, self._fed_back, self._pack, object()
+        def reduce(fulls: list[jax.Array], feedback: list[Any]) -> tuple[list[Any], list[Any]]:
+            return reduce_pack(pack.with_dtype(fulls[0].dtype), fulls, feedback, collectives)
 
-        def zeros(grad_inputs: list[jax.Array]) -> list[jax.Array]:
-            return [jnp.zeros(p.shape, x.dtype) for x, p in zip(grad_inputs, pack.members, strict=True)]
-
-        @jax.custom_vjp
-        def expand(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[list[Any], list[Token]]:
-            return zeros(grad_inputs), tokens
-
-        def fwd(grad_inputs: list[Any], feedback: list[Any], tokens: list[Token]) -> tuple[Any, list[Any]]:
-            return (zeros(grad_inputs), tokens), feedback
-
-        def bwd(feedback: list[Any], cotangents: tuple[list[Any], list[Token]]) -> tuple[list[Any], list[Any], Any]:
-            found, tokens = cotangents
-            for lost, p in zip(feedback, pack.members, strict=True):
-                if lost is not None and fed_back.setdefault(p.path, mark) is not mark:
-                    raise ValueError(
-                        f"error_feedback: the gradient of params{p.path} is reduced in more than one place (inside and "
-                        "outside a loop, or in two dtypes), and its feedback can enter only one; turn error_feedback "
-                        "off"
-                    )
-            reduced, lost = reduce_pack(pack.with_dtype(found[0].dtype), found, feedback, collectives)
-            reduced, tokens = together(reduced, tokens)
-            return reduced, lost, tokens
-
-        expand.defvjp(fwd, bwd)
-        return expand([x for x, _ in self._inputs], [x for _, x in self._inputs], tokens)
+        grad_inputs, feedback = zip(*self._inputs, strict=True)
+        return expanded_zeros(grad_inputs, feedback, pack.members, reduce, self._order, self._fed_back)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,16 +228,11 @@ class Read:
     source: int
     pack: Pack | None
     member: int
-    view: tuple[Callable[[jax.Array], jax.Array], ...]
+    view: tuple[Op, ...]
 
     def of(self, full: jax.Array) -> jax.Array:
         """The argument."""
-        if self.pack is None:
-            return full
-        full = self.pack.full(full, self.member)
-        for op in self.view:
-            full = op(full)
-        return full
+        return full if self.pack is None else seen(self.view, self.pack.full(full, self.member))
 
 
 def sources_of(stored: Sequence[Stored], scope: Scope) -> tuple[list[Stored], list[RegionPack | None], list[Read]]:

@@ -310,7 +310,7 @@ def _unquantized(param: Stored, scope: Scope) -> Stored:
     entered = scope.enter(
         root.shard, root.grad_input, placement, feedback=root.feedback, secondary_stack=root.secondary_stack
     )  # anew, since the reduction of its gradient belongs to the grad_accumulator
-    return entered.with_view_of(param)
+    return entered.under(param.view)
 
 
 def _can_scan(param: Stored) -> bool:

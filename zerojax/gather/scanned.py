@@ -130,10 +130,7 @@ def _ahead(x: Stored, uses: Sequence[LeafUse], scope: Scope) -> Ahead | None:
 
 def _arrived(a: Ahead, view: Sequence[Any], whole: jax.Array, holder: Any, scope: Scope) -> Stored:
     """One layer of a parameter that is whole already."""
-    param = scope.enter(whole, holder, a.placement.whole())
-    for op in view:
-        param = param.viewed(op)
-    return param
+    return scope.enter(whole, holder, a.placement.whole()).under(view)
 
 
 def _stacks_in(x: Any) -> int:

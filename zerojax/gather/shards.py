@@ -15,7 +15,7 @@ from zerojax.gather.deferred import Deferred, apply_held, defer, is_held, plain,
 from zerojax.gather.equation import Equation
 from zerojax.gather.primitives import layer_flags
 from zerojax.gather.stored import Stored
-from zerojax.gather.views import Cast, View, on_shards
+from zerojax.gather.views import Cast, View, on_shards, seen
 from zerojax.layout.placement import Placement
 
 
@@ -55,16 +55,8 @@ def rearranged(param: Stored) -> Stored:
         ops.append(on[0])
         placement = on[1]
 
-    def run(held: jax.Array) -> jax.Array:
-        for op in ops:
-            held = op(held)
-        return held
-
-    shard, grad_input, feedback = root.map_shards(lambda held: jax.tree.map(run, held))
-    out = param.scope.enter(shard, grad_input, placement, feedback=feedback)
-    for cast in casts:
-        out = out.viewed(cast)
-    return out
+    shard, grad_input, feedback = root.map_shards(lambda held: jax.tree.map(lambda x: seen(ops, x), held))
+    return param.scope.enter(shard, grad_input, placement, feedback=feedback).under(casts)
 
 
 def stop_rule(e: Equation) -> list[Any]:
@@ -213,7 +205,7 @@ def stack_rule(e: Equation) -> list[Any]:
         grad_input = join([jnp.zeros_like(like) if x.grad_input is None else x.grad_input for x in params])
     stack = first.secondary_stack
     stack = stack if joins or stack is None else stack + 1
-    return [e.scope.enter(shard, grad_input, placement, secondary_stack=stack).with_view_of(first)]
+    return [e.scope.enter(shard, grad_input, placement, secondary_stack=stack).under(first.view)]
 
 
 def _can_be_joined(param: Stored) -> bool:
@@ -244,4 +236,4 @@ def _mapped(
     """An operation on every array in which the parameter is held; a parameter of its own, under the same casts."""
     shard, grad_input, feedback = param.map_shards(lambda held: jax.tree.map(op, held))
     entered = e.scope.enter(shard, grad_input, placement, feedback=feedback, secondary_stack=stack)
-    return entered.with_view_of(param)
+    return entered.under(param.view)

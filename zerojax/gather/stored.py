@@ -25,7 +25,7 @@ from zerojax.gather.changes import Changing
 from zerojax.gather.cotangents import after, fill, instantiated, is_inexact, take
 from zerojax.gather.order import Mark, Order, Token, hand_on, together
 from zerojax.gather.region_packs import RegionPack, sources_of
-from zerojax.gather.views import Op
+from zerojax.gather.views import Op, seen
 from zerojax.layout.placement import Placement
 
 
@@ -123,7 +123,7 @@ class Scope:
             placement = stored.placement.with_dtype(dtype)
             self._casts[key] = self.enter(shard, grad_input, placement, feedback=stored.feedback)
             self._alive.append(stored.root)
-        return self._casts[key].with_view_of(stored)
+        return self._casts[key].under(stored.view)
 
     def held(self, stored: Sequence[Stored], marks: Sequence[Mark]) -> list[Any]:
         """What is held of parameters, not before the marks; the same for all uses, so that they share one gather."""
@@ -149,7 +149,7 @@ class Scope:
             held = make(lax.stop_gradient(root.shard), root.placement, stack)
             self._secondaries[id(root)] = dataclasses.replace(root, shard=held, secondary_stack=stack)
             self._alive.append(root)
-        return self._secondaries[id(root)].with_view_of(stored)
+        return self._secondaries[id(root)].under(stored.view)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,13 +171,7 @@ class Movement:
     def gathered(self, held: Any) -> jax.Array:
         """The full array under the view, from what is held."""
         move = self.collectives.gather_secondary if self.is_secondary else self.collectives.gather
-        return self.seen(move(held, self.placement))
-
-    def seen(self, full: jax.Array) -> jax.Array:
-        """A full array under the view."""
-        for op in self.view:
-            full = op(full)
-        return full
+        return seen(self.view, move(held, self.placement))
 
 
 @dataclasses.dataclass(eq=False)
@@ -231,12 +225,9 @@ class Stored:
         """The same parameter held as a secondary partition, of which `stack` leading dims can be scanned over."""
         return dataclasses.replace(self, shard=secondary, secondary_stack=stack)
 
-    def with_view_of(self, other: Stored) -> Stored:
-        """This parameter under the view of another."""
-        out = self
-        for op in other.view:
-            out = out.viewed(op)
-        return out
+    def under(self, view: Sequence[Op]) -> Stored:
+        """The parameter after further shape-only operations."""
+        return functools.reduce(Stored.viewed, view, self)
 
     @property
     def movement(self) -> Movement:
@@ -245,7 +236,7 @@ class Stored:
 
     def gradient_holder(self) -> jax.Array | None:
         """Full-shaped zeros under the view: what the gradient of this use is the cotangent of; None: none is wanted."""
-        return None if self.grad_accumulator is None else self.movement.seen(self.grad_accumulator.zeros)
+        return None if self.grad_accumulator is None else seen(self.view, self.grad_accumulator.zeros)
 
     def map_shards(self, op: Op) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """An operation on what is held, and the same on the grad_input and on the feedback."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import _compat
+from zerojax.gather.cotangents import fill, is_inexact, take
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -126,17 +127,17 @@ def traced_layer(
     def traced(consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays]:
         def of_wanted(d_consts: Arrays, d_carried: Arrays, d_xs: Arrays, d_wholes: Arrays) -> tuple[Arrays, Arrays]:
             out, ys = layer(
-                leaves_replaced(consts, wanted.consts, d_consts), filled(carried, wanted.first, d_carried),
-                leaves_replaced(xs, wanted.xs, d_xs), wholes, filled([None] * len(wholes), trained, d_wholes),
+                leaves_replaced(consts, wanted.consts, d_consts), fill(carried, wanted.first, d_carried),
+                leaves_replaced(xs, wanted.xs, d_xs), wholes, fill([None] * len(wholes), trained, d_wholes),
             )  # fmt: skip
             own = [*out, *ys]
             inexact = tuple(map(is_inexact, own))
             noted[:] = [inexact, len(out)]
-            return where(own, inexact), where(own, [not i for i in inexact])
+            return take(own, inexact), take(own, [not i for i in inexact])
 
-        holders = [jnp.zeros(p.shape, p.dtype) for p in where(placements, trained)]
+        holders = [jnp.zeros(p.shape, p.dtype) for p in take(placements, trained)]
         out, pullback, others = jax.vjp(
-            of_wanted, leaves_where(consts, wanted.consts), where(carried, wanted.first),
+            of_wanted, leaves_where(consts, wanted.consts), take(carried, wanted.first),
             leaves_where(xs, wanted.xs), holders, has_aux=True,
         )  # fmt: skip
         leaves, structure = jax.tree.flatten(pullback)
@@ -196,36 +197,20 @@ def _evaluated(jaxpr: Any, env: dict[Any, Any], wanted: Sequence[Any]) -> Arrays
     return [jnp.asarray(read(v)) if isinstance(v, _compat.Literal) else read(v) for v in wanted]
 
 
-def is_inexact(x: Any) -> bool:
-    """Whether an array can be differentiated."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def where(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """The values that a mask marks."""
-    return [v for v, m in zip(values, mask, strict=True) if m]
-
-
-def filled(values: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    """The values, with new ones where a mask marks them."""
-    fresh = iter(new)
-    return [next(fresh) if m else v for v, m in zip(values, mask, strict=True)]
-
-
 def leaves_where(tree: Tree, mask: Tree) -> list[Any]:
     """The leaves of a tree that a mask marks."""
-    return where(jax.tree.leaves(tree), jax.tree.leaves(mask))
+    return take(jax.tree.leaves(tree), jax.tree.leaves(mask))
 
 
 def leaves_replaced(tree: Tree, mask: Tree, new: Sequence[Any]) -> Tree:
     """The tree, with new leaves where a mask marks them."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(filled(leaves, jax.tree.leaves(mask), new))
+    return structure.unflatten(fill(leaves, jax.tree.leaves(mask), new))
 
 
 def leaves_filled(tree: Tree, mask: Tree, new: Sequence[Any]) -> list[Any]:
     """For each leaf of a tree, a new value where a mask marks it, else None."""
-    return filled([None] * len(jax.tree.leaves(tree)), jax.tree.leaves(mask), new)
+    return fill([None] * len(jax.tree.leaves(tree)), jax.tree.leaves(mask), new)
 
 
 def trained_of(wanted: Operands) -> list[bool]:

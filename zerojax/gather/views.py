@@ -21,6 +21,17 @@ from zerojax.layout.placement import Placement
 Op = Callable[[jax.Array], jax.Array]
 
 
+def seen(view: Sequence[Op], x: jax.Array) -> jax.Array:
+    """An array under a view.
+
+    >>> seen([lambda x: x.T, lambda x: x.reshape(6)], np.ones((2, 3))).shape
+    (6,)
+    """
+    for op in view:
+        x = op(x)
+    return x
+
+
 @dataclasses.dataclass(frozen=True)
 class Cast:
     """A cast in a view: unlike an operation on shapes, it applies to one layer of a stack as it does to the stack."""

@@ -298,12 +298,10 @@ def _entered(x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, s
     """A leaf as the evaluator takes it, under differentiation with respect to its grad_input and feedback."""
     if not isinstance(x, Stored):
         return x if grad_input is None else grad_input
-    if x.is_secondary:
+    if x.is_secondary or x.changing is not None:
         narrow = None if grad_input is None else grad_input.astype(x.placement.dtype)
-        return scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
-    if x.changing is not None:
-        narrow = None if grad_input is None else grad_input.astype(x.placement.dtype)
-        return dataclasses.replace(scope.enter(x.shard, narrow, x.placement, feedback=feedback), changing=x.changing)
+        stored = scope.enter(x.shard, narrow, x.placement, feedback=feedback, secondary_stack=x.secondary_stack)
+        return dataclasses.replace(stored, changing=x.changing)
     # The shard itself is not differentiated here: what it is used for under `stop_gradient` must not seem to be.
     return scope.enter(x.shard, grad_input, x.placement, feedback=feedback)
 

@@ -47,8 +47,8 @@ def global_norm(grads: Tree, layout: Layout) -> jax.Array:
             chosen = [i for i, s in enumerate(sharded) if s is of_sharded]
             return _sum_of_squares([parts[i] for i in chosen], [joins[i] for i in chosen])
 
-        parts_sum, axes = squares(True), [a for a in layout.config.axes if a in layout.mesh.axis_names]
-        return jnp.sqrt((lax.psum(parts_sum, axes) if any(sharded) else parts_sum) + squares(False))
+        of_shards = squares(True)
+        return jnp.sqrt((lax.psum(of_shards, layout.config.axes) if any(sharded) else of_shards) + squares(False))
 
     return jax.shard_map(
         local, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(), axis_names=set(layout.config.axes),

@@ -7,6 +7,7 @@ where the launcher hands each task its own GPU alone, JAX would ask for one that
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping
 
@@ -62,6 +63,13 @@ def distributed(
         for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
             jax.config.update(name, devices)
     return True
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that take the place of a launcher."""
+    parser.add_argument("--coordinator", help="HOST:PORT of process 0, where no launcher says it")
+    parser.add_argument("--num-processes", type=int)
+    parser.add_argument("--process-id", type=int)
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:

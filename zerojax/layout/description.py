@@ -42,8 +42,9 @@ def describe(
         elif every_leaf:
             lines.append(f"  {p.path} {p.shape} {p.dtype.name}: {p.shard_bytes:,} bytes on each device: {p.reason}")
     if config.stage >= 3 and len(axes := nontrivial_axes(mesh, config.axes)) == 2 and sharded:
-        how = "in one message over both axes" if gathers_in_one_hop(mesh, config) else f"over {axes[0]}, then {axes[1]}"
-        quantized = " (quantised ones axis by axis)" if config.quantize_weights and "one" in how else ""
+        in_one = gathers_in_one_hop(mesh, config)
+        how = "in one message over both axes" if in_one else f"over {axes[0]}, then {axes[1]}"
+        quantized = " (quantised ones axis by axis)" if config.quantize_weights and in_one else ""
         lines.append(f"weights are gathered {how}{quantized}; gradients are reduced over {axes[1]}, then {axes[0]}")
     if config.weight_deltas is not None:
         kept = [(math.prod(p.padded_shape), dtype) for p in leaves if (dtype := p.replica_dtype) is not None]

@@ -125,11 +125,19 @@ def is_of_gpus(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
     return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu"
 
 
+def keeps_secondary(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> bool:
+    """Whether a secondary partition differs from both the shard and the full leaf on this mesh.
+
+    Weight deltas keep one of each leaf from step to step, and those of other leaves for as long as ever.
+    """
+    asked = config.secondary or config.weight_deltas is not None
+    return asked and all(mesh.shape[axis] > 1 for axis in config.axes)
+
+
 def gathers_in_one_hop(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> bool:
     """Whether an unquantised gather is one collective over both axes: on GPUs, whose library orders its rings by the
     topology, where no secondary partition wants what lies between the hops."""
-    asked = config.secondary or config.weight_deltas is not None
-    return is_of_gpus(mesh) and not (asked and all(mesh.shape[axis] > 1 for axis in config.axes))
+    return is_of_gpus(mesh) and not keeps_secondary(mesh, config)
 
 
 def prefetch_window(mesh: Mesh | jax.sharding.AbstractMesh, config: ZeroConfig) -> int | None:

@@ -46,9 +46,14 @@ def comparison_configs(base: ZeroConfig | None = None) -> list[ZeroConfig]:
 
 def plain_config(config: ZeroConfig) -> ZeroConfig:
     """Stage 3 without techniques; other fields as they are."""
+    return dataclasses.replace(unquantized_config(config), stage=3, secondary=False)
+
+
+def unquantized_config(config: ZeroConfig) -> ZeroConfig:
+    """The same without what rounds on its way; other fields as they are."""
     return dataclasses.replace(
-        config, stage=3, quantize_weights=None, secondary=False, weight_deltas=None, quantize_gradients=None,
-        rounding="nearest", error_feedback=False,
+        config, quantize_weights=None, weight_deltas=None, quantize_gradients=None, rounding="nearest",
+        error_feedback=False,
     )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec, Sharding, SingleDeviceSharding
 
 ROUNDS = 5
+SIZES_ON_GPU = (1 << 20, 16 << 20, 256 << 20)
+SIZES_ON_CPU = (1 << 14, 1 << 20)
 _PERIOD = 251
 """Values repeat after this many elements: prime, so that a slice in a wrong place shows."""
 
@@ -140,8 +142,9 @@ def _rounds(function: Callable[..., jax.Array], given: jax.Array) -> Iterator[fl
         yield time.perf_counter() - start
 
 
-def measure_mesh(mesh: Mesh, sizes: Sequence[int]) -> list[Rate]:
-    """Every collective of every size over every axis with more than one device."""
+def measure_mesh(mesh: Mesh, sizes: Sequence[int] | None = None) -> list[Rate]:
+    """Every collective of every size (bytes; None: of large messages) over every axis with more than one device."""
+    sizes = sizes or (SIZES_ON_GPU if mesh.devices.flat[0].platform == "gpu" else SIZES_ON_CPU)
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     return [measure_collective(mesh, axis, kind, size) for axis in axes for kind in KINDS for size in sizes]
 

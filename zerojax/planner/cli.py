@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import inspect
 import json
@@ -35,6 +34,7 @@ from zerojax.planner.models import GPT_SHAPES, gpt
 from zerojax.planner.plan import plan_workload
 from zerojax.planner.records import Plan
 from zerojax.planner.trace import write_trace
+from zerojax.planner.user_function import user_function
 from zerojax.planner.workload import Workload
 
 _MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
@@ -195,22 +195,11 @@ def _maker(options: argparse.Namespace) -> Callable[..., Workload]:
         raise ValueError("--sequence-length is for the built-in models; your function gives the shapes of its batch")
     if not function_name:
         raise ValueError(f"model {options.model!r}: give MODULE:FUNCTION, or gpt: and one of {', '.join(GPT_SHAPES)}")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does
-        raise ValueError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"module {module_name!r} has no function {function_name!r}")
+    function = user_function(options.model)
 
     @functools.wraps(function)
     def make(**arguments: Any) -> Workload:
-        try:
-            found = function(**arguments)
-        except Exception as error:  # whatever the user's function does
-            raise ValueError(f"{options.model} failed: {type(error).__name__}: {error}") from error
-        return _as_workload(found, options.model)
+        return _as_workload(function(**arguments), options.model)
 
     return make
 

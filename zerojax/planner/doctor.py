@@ -25,7 +25,7 @@ import pallas_kernels
 from pallas_kernels import selfcheck
 from pallas_kernels.variants import Variant
 from zerojax.config import GRADIENT_FORMATS, WEIGHT_FORMATS, ZeroConfig
-from zerojax.hosts.start import distributed
+from zerojax.hosts.start import add_job_arguments, distributed
 from zerojax.layout.mesh import make_mesh
 from zerojax.planner.advice import comparison_configs
 from zerojax.planner.bandwidths import Rate, best_rate, measure_host, measure_mesh
@@ -33,8 +33,6 @@ from zerojax.planner.gpus import TARGETS, GpuTarget, PluginMissing, check_plugin
 from zerojax.planner.plan import plan_workload
 from zerojax.planner.workload import Workload
 
-SIZES_ON_GPU = (1 << 20, 16 << 20, 256 << 20)
-SIZES_ON_CPU = (1 << 14, 1 << 20)
 _SAVED = "(the file of --save-target)"
 _LEAST_DRIVER = {"13": 580, "12": 525}
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -48,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sizes", help="bytes of the arrays that are moved, as 1048576,16777216")
     add("--save-target", metavar="FILE.toml", help="write the GPU's facts with what was measured, for zerojax plan")
     add("--json", action="store_true", help="the whole record as JSON on the standard output")
-    add("--coordinator", help="HOST:PORT of process 0, where no launcher says it")
-    add("--num-processes", type=int)
-    add("--process-id", type=int)
+    add_job_arguments(parser)
 
 
 def run(options: argparse.Namespace, make: Callable[..., Workload]) -> int:
@@ -89,7 +85,7 @@ def examine(
     mesh = make_mesh()
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     software, problems = _software(on_gpu)
-    rates = measure_mesh(mesh, sizes or (SIZES_ON_GPU if on_gpu else SIZES_ON_CPU))
+    rates = measure_mesh(mesh, sizes)
     if on_gpu and not any(name.startswith("nvidia-nccl") for name in software):
         unknown.append("NCCL's version, and whether it fits: it is no package of this Python environment")
     problems += [

@@ -6,9 +6,8 @@ takes its latency and the larger of its bytes into a node / network and its byte
 collective stops compute; an asynchronous one runs from its start, and its done waits. A kernel takes the larger of its
 FLOP / rate (`Links.product_seconds`), its bytes / memory bandwidth, and what launching it costs. Copies to and from
 host memory take their bytes / the bandwidth of that link, one after the other; started ones run beside compute. Kernels
-whose JAX name
-stack holds a scope named in `fused` stand for one fused kernel, as of attention: they take so large a share of their
-FLOP, and move nothing between them.
+whose JAX name stack holds a scope named in `fused` stand for one fused kernel, as of attention: they take so large a
+share of their FLOP, and move nothing between them.
 
 Checked against throughput that others published: PyTorch FSDP with flash attention in bfloat16 on nodes of 8 GPUs
 (mosaicml/llm-foundry, scripts/train/benchmarking/README.md). Their models (`examples/published_runs.py`, which repeats

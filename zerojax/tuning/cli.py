@@ -7,17 +7,16 @@ that makes them), "tx", "batches", and any of its keywords; "rest" holds further
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from zerojax.hosts.start import distributed
+from zerojax.hosts.start import add_job_arguments, distributed
 from zerojax.planner.gpus import choose_platform
+from zerojax.planner.user_function import user_function
 from zerojax.tuning.pilot import pilot
 
 
@@ -51,26 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     add("job", help="MODULE:FUNCTION")
     add("--steps", type=int, help="of each short run (default: the function's, or 20)")
     add("--json", action="store_true", help="the whole report as JSON on the standard output")
-    add("--coordinator", help="HOST:PORT of process 0, where no launcher says it")
-    add("--num-processes", type=int)
-    add("--process-id", type=int)
+    add_job_arguments(parser)
     return parser
 
 
 def _arguments(job: str) -> dict[str, Any]:
     """What the user's function returned, checked."""
-    module_name, _, function_name = job.partition(":")
-    if not function_name:
+    if not job.partition(":")[2]:
         raise ValueError(f"job {job!r}: give MODULE:FUNCTION, a function that returns the arguments of zerojax.pilot")
-    sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # whatever the user's module does
-        raise ValueError(f"{job} cannot be imported: {type(error).__name__}: {error}") from error
-    try:
-        found = function()
-    except Exception as error:  # whatever the user's function does
-        raise ValueError(f"{job} failed: {type(error).__name__}: {error}") from error
+    found = user_function(job)()
     if not isinstance(found, Mapping):
         kind = type(found).__name__
         raise ValueError(f"{job} must return a dict of the arguments of zerojax.pilot, but returned {kind}")

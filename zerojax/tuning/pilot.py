@@ -24,10 +24,11 @@ from zerojax.layout.facts import layout_facts
 from zerojax.layout.layout import Layout
 from zerojax.layout.mesh import make_mesh
 from zerojax.optimizer.zero import ShardedTransformation
+from zerojax.planner.advice import unquantized_config
 from zerojax.planner.bandwidths import measure_mesh
-from zerojax.tuning.errors import gradient_error
+from zerojax.tuning.errors import GradientError, gradient_error
 from zerojax.tuning.report import PilotReport, Trial
-from zerojax.tuning.trial import WARM_UP, Job, Run, mean_gradients, train
+from zerojax.tuning.trial import WARM_UP, Job, Run, mean_gradients, train, with_exposed
 
 Tree = Any
 TECHNIQUES: dict[str, dict[str, Any]] = {
@@ -37,11 +38,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "weight deltas": {"weight_deltas": "int4"},
 }
 """In the order in which they are tried."""
-_EXACT = {
-    "quantize_weights": None, "weight_deltas": None, "quantize_gradients": None, "rounding": "nearest",
-    "error_feedback": False,
-}  # fmt: skip
-_SIZES_ON_GPU, _SIZES_ON_CPU = (16 << 20, 256 << 20), (1 << 14, 1 << 20)
 
 
 def pilot(
@@ -66,8 +62,8 @@ def pilot(
     """Tries the techniques one after the other on the machines at hand, and says which configuration to use.
 
     In a job of several processes all call it alike. Costs a compile and ``steps`` steps for each technique, one compile
-    more for the first and the last configuration, and beside the training state the gradients of ``gradient_batches``
-    batches twice, in shards. Nothing of the caller's is changed or donated.
+    and a few steps more for the first and the last configuration, and beside the training state the gradients of
+    ``gradient_batches`` batches twice, in shards. Nothing of the caller's is changed or donated.
 
     Args:
         loss_fn: as for `make_train_step`.
@@ -123,26 +119,24 @@ def pilot(
     })  # fmt: skip
     tell = progress or (lambda text: None)
     tell("bandwidths of the mesh")
-    rates = measure_mesh(mesh, _SIZES_ON_GPU if mesh.devices.flat[0].platform == "gpu" else _SIZES_ON_CPU)
-    exact_config = dataclasses.replace(present, **_EXACT)
+    rates = measure_mesh(mesh)
+    exact_config = unquantized_config(present)
     tell("gradients without quantisation")
     exact_gradients = mean_gradients(job, exact_config, gradient_batches)
 
-    def attempt(name: str, tried: ZeroConfig, *, measure_exposed: bool) -> tuple[Run, Any]:
+    def attempt(name: str, tried: ZeroConfig) -> tuple[Run, GradientError]:
         tell(name)
-        run = train(job, tried, steps, measure_exposed=measure_exposed)
-        error = None if tried == exact_config else gradient_error(
-            exact_gradients, mean_gradients(job, tried, gradient_batches)
-        )  # fmt: skip
-        return run, error
+        run = train(job, tried, steps)
+        return run, gradient_error(exact_gradients, mean_gradients(job, tried, gradient_batches))
 
-    exact, _ = attempt("exact", exact_config, measure_exposed=True)
+    tell("exact")
+    exact = with_exposed(train(job, exact_config, steps), job, exact_config)
     trials = [Trial("exact", exact_config, exact, None, 0.0, kept=True, why="what the others are compared with")]
     best, best_config = exact, exact_config
     if present != exact_config:
-        run, error = attempt("present", present, measure_exposed=True)
-        trials.append(_trial("present", present, run, error, exact, kept=True, why="the configuration given"))
-        best, best_config = run, present
+        run, error = attempt("present", present)
+        best, best_config = with_exposed(run, job, present), present
+        trials.append(_trial("present", present, best, error, exact, kept=True, why="the configuration given"))
     for name, fields in (TECHNIQUES if techniques is None else techniques).items():
         try:
             tried = dataclasses.replace(best_config, **_fitting(fields, present))
@@ -152,18 +146,18 @@ def pilot(
         if reason := _no_effect(fields, best_config, tried, mesh):
             trials.append(Trial(name, tried, None, None, None, kept=False, why=reason))
             continue
-        run, error = attempt(name, tried, measure_exposed=False)
+        run, error = attempt(name, tried)
         kept, why = (False, "tried alone") if alone else _decide(best, run, least_gain)
         trials.append(_trial(name, tried, run, error, exact, kept=kept, why=why))
         if kept:
             best, best_config = run, tried
     if best.quiet is None:
         tell("the configuration to use, with nothing on the wire")
-        best = train(job, best_config, steps, measure_exposed=True)
+        best = with_exposed(best, job, best_config)
     return PilotReport(tuple(trials), tuple(rates), best_config, best, dict(mesh.shape), jax.process_count())
 
 
-def _trial(name: str, config: ZeroConfig, run: Run, error: Any, exact: Run, *, kept: bool, why: str) -> Trial:
+def _trial(name: str, config: ZeroConfig, run: Run, error: GradientError, exact: Run, *, kept: bool, why: str) -> Trial:
     """A trial with the difference of its loss to the exact run's, over the last quarter of the steps."""
     last = max(1, len(run.losses) // 4)
     mine, others = (sum(r.losses[-last:]) / last for r in (run, exact))

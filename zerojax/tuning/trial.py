@@ -106,32 +106,16 @@ class Run:
         return None if self.quiet is None else max(0.0, self.timing.step - self.quiet)
 
 
-def train(job: Job, config: ZeroConfig, steps: int, *, measure_exposed: bool) -> Run:
+def train(job: Job, config: ZeroConfig, steps: int) -> Run:
     """Trains a few steps from the job's parameters and measures.
 
     Args:
         job: what is trained.
         config: the configuration.
         steps: number of steps, more than `WARM_UP`.
-        measure_exposed: compile the step once more with nothing on the wire, and time it too.
     """
-    layout = job.layout(config)
-    tx = zero(job.tx, layout)
-    step = make_train_step(
-        job.loss_fn, tx, layout, microbatches=job.microbatches, has_aux=job.has_aux, weighted=job.weighted,
-        on_nonfinite="ignore",
-    )  # fmt: skip
-
-    def first() -> TrainState:
-        return TrainState.create(job.make_params(layout), tx, layout)
-
-    state = first()
-    traced = step.trace(state, job.batches[0], *job.rest)  # type: ignore[attr-defined]
-    quiet = None
-    if measure_exposed:
-        del state  # one state at a time
-        quiet, state = _quiet_seconds(traced, layout, first(), (job.batches[0], *job.rest)), first()
-    compiled = traced.lower().compile()
+    layout, step, state = _start(job, config)
+    compiled = step.trace(state, job.batches[0], *job.rest).lower().compile()
     seconds, losses = [], []
     for number in range(steps):
         start = time.perf_counter()
@@ -141,7 +125,34 @@ def train(job: Job, config: ZeroConfig, steps: int, *, measure_exposed: bool) ->
     program = read_program(compiled, layout.mesh, node_axes=config.axes[:-1])
     received = program.node_bytes() if has_nodes(config, layout.mesh) else program.received_bytes()
     memory = None if program.memory is None else program.memory.total
-    return Run(_on_slowest(seconds[WARM_UP:]), quiet, tuple(losses), received, memory)
+    return Run(_on_slowest(seconds[WARM_UP:]), None, tuple(losses), received, memory)
+
+
+def with_exposed(run: Run, job: Job, config: ZeroConfig) -> Run:
+    """A run of a configuration, with the time of its step with nothing on the wire: a compile and a few steps more."""
+    layout, step, state = _start(job, config)
+    traced = step.trace(state, job.batches[0], *job.rest)
+    leaves, others = jax.tree.leaves(state), jax.tree.leaves((job.batches[0], *job.rest))
+    del state  # donated below, as in training
+    donated, options = tuple(range(len(leaves))), dict(compiler_options(layout))
+    quiet = jax.jit(without_sending(traced, layout.config.axes), donate_argnums=donated, compiler_options=options)
+    seconds = []
+    for _ in range(WARM_UP + 5):
+        start = time.perf_counter()
+        leaves = jax.block_until_ready(quiet(*leaves, *others))[: len(donated)]
+        seconds.append(time.perf_counter() - start)
+    return dataclasses.replace(run, quiet=_on_slowest(seconds[WARM_UP:]).step)
+
+
+def _start(job: Job, config: ZeroConfig) -> tuple[Layout, Any, TrainState]:
+    """The layout, the step and the first state of a configuration."""
+    layout = job.layout(config)
+    tx = zero(job.tx, layout)
+    step = make_train_step(
+        job.loss_fn, tx, layout, microbatches=job.microbatches, has_aux=job.has_aux, weighted=job.weighted,
+        on_nonfinite="ignore",
+    )  # fmt: skip
+    return layout, step, TrainState.create(job.make_params(layout), tx, layout)
 
 
 def has_nodes(config: ZeroConfig, mesh: Mesh) -> bool:
@@ -162,20 +173,6 @@ def mean_gradients(job: Job, config: ZeroConfig, count: int) -> list[Tree]:
         wire = remembered[0] if remembered else None
         found.append(grads)
     return found
-
-
-def _quiet_seconds(traced: jax.stages.Traced, layout: Layout, state: TrainState, rest: Any) -> float:
-    """Seconds of the step with nothing on the wire; the state is donated, as in training."""
-    leaves, others = jax.tree.leaves(state), jax.tree.leaves(rest)
-    donated = tuple(range(len(leaves)))
-    options = dict(compiler_options(layout))
-    quiet = jax.jit(without_sending(traced, layout.config.axes), donate_argnums=donated, compiler_options=options)
-    seconds = []
-    for _ in range(WARM_UP + 5):
-        start = time.perf_counter()
-        leaves = jax.block_until_ready(quiet(*leaves, *others))[: len(donated)]
-        seconds.append(time.perf_counter() - start)
-    return _on_slowest(seconds[WARM_UP:]).step
 
 
 def _on_slowest(seconds: Sequence[float]) -> Timing:
