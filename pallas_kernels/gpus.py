@@ -121,7 +121,7 @@ TARGETS: Mapping[str, GpuTarget] = {
         shared_memory_per_core=167_936,
         shared_memory_per_block=166_912,
         compute_capability=8,
-        product_efficiency=0.8,
+        product_efficiency=0.76,
         host_bandwidth=27e9,
     ),
     "h100": _H100,

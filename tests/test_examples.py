@@ -55,7 +55,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.aot), 3])
 def test_each_stage_trains_as_plain_optax_does_and_holds_less(stage, tmp_path):
     plain, zero = train_gpt(tmp_path, "--stage", str(stage), "--precision", "float32")["runs"]
     # Equal up to the order of float32 sums: each loss is a mean over 256 bytes, and 4 steps do not amplify 1e-6 much.
@@ -79,6 +79,7 @@ def test_bfloat16_parameters_train_on_float32_master_weights(tmp_path):
     assert zero["bytes"]["optimizer state"] < 0.3 * plain["bytes"]["optimizer state"]
 
 
+@pytest.mark.aot
 def test_dropout_remat_a_mesh_of_three_devices_and_a_run_that_is_started_again_bit_for_bit(tmp_path):
     flags = ("--dropout", "0.1", "--remat", "--nodes", "1", "--devices-per-node", "3", "--batch", "6", "--skip-plain")
     folder = tmp_path / "checkpoints"
@@ -132,6 +133,7 @@ def test_two_processes_of_a_launcher_train_together(tmp_path):
     assert zero["losses"] == pytest.approx(plain["losses"], rel=1e-5)  # as on one process, above
 
 
+@pytest.mark.aot
 def test_the_linen_loop_learns():
     lines = [
         line.split() for line in run_example("train_linen.py", "--steps", "8").splitlines() if line.startswith("step")

@@ -75,7 +75,9 @@ def changes_of(call):
     return Bucket.changes - before
 
 
-@pytest.mark.parametrize("part", [0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize(
+    "part", [0.7, *(pytest.param(part, marks=pytest.mark.aot) for part in (0.3, 0.5, 0.6, 0.8, 0.9))]
+)
 def test_wherever_a_replacement_is_killed_the_old_or_the_new_one_is_read(part):
     replace = functools.partial(zerojax.save, "gs://bucket/run/3", layout=make()[0], overwrite=True)
     replace(params(1.0))

@@ -48,6 +48,7 @@ def test_the_loss_of_zero_plus_plus_is_that_of_stage_three(example, tmp_path):
     assert "| ZeRO++ | 1 |" in study.table(study.study(flags))  # finished runs are read, not repeated
 
 
+@pytest.mark.aot
 @pytest.mark.usefixtures("quickly")
 def test_small_blocks_lose_less_of_a_gradient_than_the_original_scheme(example):
     error = example("gradient_error")
@@ -67,6 +68,7 @@ def test_small_blocks_lose_less_of_a_gradient_than_the_original_scheme(example):
     assert preconditioned < original[1]
 
 
+@pytest.mark.aot
 @pytest.mark.usefixtures("quickly")
 def test_the_main_job_reports_what_the_techniques_save_and_cost(example, capsys, tmp_path):
     tiny = ("--layers", "1", "--d-model", "64", "--heads", "2", "--seq", "32", "--batch", "8", "--steps", "2")

@@ -69,7 +69,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.aot if "bfloat16" in name else []) for name in CASES]
+)
 def test_derivatives_of_value_and_grad_equal_those_of_plain_jax(name):
     stage, config, options, dtype, tolerance = CASES[name]
     params = parameters(10, dtype)

@@ -95,6 +95,7 @@ def supervised(tmp_path, monkeypatch, victim, moment):
     return check_losses(tmp_path / "log", 4, 3)
 
 
+@pytest.mark.aot
 def test_the_supervisor_goes_on_with_three_of_four_when_one_is_killed(tmp_path, monkeypatch):
     assert supervised(tmp_path, monkeypatch, 2, 0.4) > 1
 

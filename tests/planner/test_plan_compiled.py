@@ -165,6 +165,7 @@ def test_on_a_slow_network_the_plan_says_what_the_techniques_make_of_a_step(comp
     assert "--trace step.json" in found.recommendation
 
 
+@AOT
 def test_techniques_break_even_where_both_programs_take_as_long(compared):
     found, _ = compared
     assert all(t.replayed for t in found.techniques)

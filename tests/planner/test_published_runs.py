@@ -34,6 +34,6 @@ def test_the_models_have_the_parameters_that_the_source_counts(published):
 def test_a_published_run_is_predicted_within_the_errors_of_the_table(published):
     run = next(run for run in published.RUNS if (run.model, run.gpu) == ("7b", "h100"))
     speed = published.plan_run(run).speed
-    # The largest error of the table, 14 %, and as much again for another compiler's schedule.
-    assert speed.tokens_per_second == pytest.approx(run.tokens, rel=0.28)
+    # The largest error of the table, 17 %, and half as much again for another compiler's schedule.
+    assert speed.tokens_per_second == pytest.approx(run.tokens, rel=0.26)
     assert 0.2 < speed.utilisation < 0.6
