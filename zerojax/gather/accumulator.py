@@ -90,6 +90,9 @@ def expanded_zeros(
 
     def bwd(feedback: list[Any], cotangents: tuple[list[Any], list[Token]]) -> tuple[list[Any], list[Any], Any]:
         found, tokens = cotangents
+        if len(tokens) > 1:
+            found, later = together(found, tokens[1:])
+            tokens = [tokens[0], *later]
         for lost, p in zip(feedback, placements, strict=True):
             if lost is not None:
                 claim_feedback(fed_back, p, reduction)
@@ -98,8 +101,11 @@ def expanded_zeros(
         return reduced, lost, tokens
 
     expand.defvjp(fwd, bwd)
-    out, tokens = expand(list(grad_inputs), list(feedback), [mark.token for mark in marks])
-    hand_on(marks, tokens)
+    after = [] if order is None else order.reduced_after
+    out, tokens = expand(list(grad_inputs), list(feedback), [*(mark.token for mark in marks), *after])
+    hand_on(marks, tokens[: len(marks)])
+    if order is not None:
+        order.reductions += tokens[len(marks) :]
     return out
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from zerojax.gather.cotangents import instantiated
+from zerojax.gather.cotangents import fill, instantiated, take
 from zerojax.gather.order import Order, Progress, Token, together
 from zerojax.gather.stored import Scope
 
@@ -36,7 +37,8 @@ def ordered_checkpoint(
     order = scope.order
     assert order is not None
     marks = order.handed_on()
-    leaves, structure = jax.tree.flatten((list(flat), [order.seed], [mark.token for mark in marks]))
+    leaves, structure = jax.tree.flatten((list(flat), [order.seed], [mark.token for mark in marks], order.arrived(),
+                                         order.all_reductions() or [order.seed]))
     # What follows outlives the trace: it holds no array of it, as the order and the scope do.
     nested, window, begun = scope.nested, order.window, order.progress
     ended: list[Progress] = []  # how the region ended, noted while it is traced
@@ -44,14 +46,16 @@ def ordered_checkpoint(
     # tokens.
     noted: list[tuple[list[bool], list[int], list[int]]] = []
 
-    def region(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token]]:
-        arrays, (seed,), tokens = structure.unflatten(leaves)
+    def region(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token], list[Token], list[Token]]:
+        arrays, (seed,), tokens, arrived, reduced = structure.unflatten(leaves)
         inner = nested()
         inner.order = Order(window, seed, begun.marks_of(tokens), begun.position)
+        inner.order.group_bytes, inner.order.before, inner.order.reduced_after = window, arrived, reduced
         out = body(arrays, inner)
+        inner.order.close_group()
         left = [mark.token for mark in inner.order.handed_on()]
         ended[:] = [inner.order.progress]
-        return out, left, inner.order.done
+        return out, left, inner.order.done, inner.order.arrived(), inner.order.all_reductions()
 
     def forward(primals: list[Any]) -> tuple[Any, Any]:
         leaves = [x.value for x in primals]
@@ -63,16 +67,16 @@ def ordered_checkpoint(
 
         checkpointed = jax.checkpoint(of_real, policy=policy, prevent_cse=False)
         out, pullback = jax.vjp(checkpointed, [x for x, r in zip(leaves, real, strict=True) if r])
-        arrays, _, tokens = structure.unflatten(leaves)
+        arrays, _, tokens, arrived, _ = structure.unflatten(leaves)
         shards = {id(x) for part in arrays if isinstance(part, tuple) for x in jax.tree.leaves(part)}
-        among = {id(x) for x in tokens}
+        among = {id(x) for x in (*tokens, *arrived)}
         kept = list(enumerate(map(id, jax.tree.leaves(pullback))))
         noted[:] = [(real, [i for i, x in kept if x not in shards | among], [i for i, x in kept if x in among])]
         return out, pullback
 
-    def backward(pullback: Any, cotangents: tuple[list[Any], list[Token], list[Token]]) -> tuple[list[Any]]:
+    def backward(pullback: Any, cotangents: tuple[list[Any], list[Token], list[Token], list[Token], list[Token]]) -> tuple[list[Any]]:
         kept, rebuild = jax.tree.flatten(pullback)
-        (outputs, left, done), (real, values, tokens) = jax.tree.map(instantiated, cotangents), noted[0]
+        (outputs, left, done, *more), (real, values, tokens) = jax.tree.map(instantiated, cotangents), noted[0]
         inexact = [i for i, x in enumerate(outputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
         held, waited = together([kept[i] for i in values], [outputs[i] for i in inexact])
         for i, x in zip(values, held, strict=True):
@@ -80,18 +84,21 @@ def ordered_checkpoint(
         for i, x in zip(inexact, waited, strict=True):
             outputs[i] = x
         # The first gathers of the recomputation wait for what lies a window behind the end of the region.
-        held, last = together([kept[i] for i in tokens], left[-1:])
+        of_region = [position >= begun.position for position, _ in ended[0].marks]
+        held, waited = together([kept[i] for i in tokens], take(left, of_region))
+        left = fill(left, of_region, waited)
         for i, x in zip(tokens, held, strict=True):
             kept[i] = x
-        (grads,) = rebuild.unflatten(kept)((outputs, [*left[:-1], *last], done))
+        (grads,) = rebuild.unflatten(kept)((outputs, left, done, *more))
         new = iter(grads)
         return ([next(new) if r else None for r in real],)
 
     @jax.custom_vjp
-    def run(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token]]:
+    def run(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token], list[Token], list[Token]]:
         return region(leaves)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    out, left, done = run(leaves)
+    out, left, done, arrived, order.reductions = run(leaves)
     order.leave(ended[0], left, done)
+    order.arrivals = [lax.stop_gradient(x) for x in arrived]
     return out

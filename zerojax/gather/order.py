@@ -79,6 +79,12 @@ class Order:
     def __init__(self, window: int, seed: Token, marks: Sequence[Mark], position: int = 0) -> None:
         self.window, self.seed, self.position = window, seed, position
         self.marks, self.done = list(marks), []
+        self.group: list[Mark] = []
+        self.group_end, self.group_bytes = -1, 0
+        self.arrivals: list[Token] = []  # of the group
+        self.before: list[Token] = []  # what has arrived of the groups before
+        self.reduced_after: list[Token] = []  # reductions of the regions behind
+        self.reductions: list[Token] = []  # those of this one
         self._marked = self.marks[-1].position
 
     def behind(self) -> Token:
@@ -88,11 +94,17 @@ class Order:
     def awaited(self, num_bytes: int) -> list[Mark]:
         """What a gather of so many bytes waits for: the oldest mark within the window or the last one, and those before
         for which nothing has waited."""
+        if self.position + num_bytes <= self.group_end:
+            return self.group
         chosen = self._first_within(num_bytes, self.window)
         marks = [mark for mark in self.marks[:chosen] if not mark.waited]
         marks = [self.marks[chosen], *marks]
         for mark in marks:
             mark.waited = True
+        self.close_group()
+        self.before, self.arrivals = self.arrived(), []
+        if self.group_bytes:
+            self.group, self.group_end = marks, self.position + self.group_bytes
         return marks
 
     def awaited_by_reduction(self) -> Mark:
@@ -103,16 +115,33 @@ class Order:
         """Whether a use of so many bytes is a point to wait for."""
         return (self.position + num_bytes - self._marked) * _MARKS_IN_WINDOW >= self.window
 
-    def passed(self, num_bytes: int, token: Token | None) -> None:
-        """Notes a use, and the token that exists since its inputs do."""
+    def close_group(self) -> None:
+        """Lets what waits for the group's marks in the backward pass wait for its last use, recomputed, and no other."""
+        if self.group and self.marks[-1] not in self.group:
+            tokens = _gate([mark.token for mark in self.group], [self.marks[-1].token, *self.arrivals])
+            hand_on(self.group, tokens)
+        self.group = []
+
+    def all_reductions(self) -> list[Token]:
+        """A token that in the backward pass exists once the gradients from here on have been reduced."""
+        return [sum(self.reductions[1:], self.reductions[0])] if self.reductions else self.reduced_after
+
+    def arrived(self) -> list[Token]:
+        """A token that exists once all gathers of the group have arrived; none where there was none."""
+        return [sum(self.arrivals[1:], self.arrivals[0])] if self.arrivals else self.before
+
+    def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token]) -> None:
+        """Notes a use, the token that exists since its inputs do, and that of its gathers."""
+        self.arrivals += arrival
         if token is not None:
             self.marks.append(Mark(self.position, token))
         self.position += num_bytes
         if token is not None:
             self._marked = self.position
         first = self._first_within(0, _REDUCED_WITHIN * self.window)
-        self.done += [mark.token for mark in self.marks[:first]]
-        self.marks = self.marks[first:]
+        held = {id(mark) for mark in self.group} if self.position < self.group_end else set()
+        self.done += [mark.token for mark in self.marks[:first] if id(mark) not in held]
+        self.marks = [mark for i, mark in enumerate(self.marks) if i >= first or id(mark) in held]
 
     def _first_within(self, num_bytes: int, window: int) -> int:
         end = self.position + num_bytes
@@ -121,8 +150,8 @@ class Order:
 
     def hold(self, values: list[Any], marks: Sequence[Mark]) -> list[Any]:
         """The values, not before the marks; what follows on them cannot be merged with what does not wait."""
-        held, tokens = _hold(values, [mark.token for mark in marks])
-        hand_on(marks, tokens)
+        held, tokens = _hold(values, [*(mark.token for mark in marks), *self.before])
+        hand_on(marks, tokens[: len(marks)])
         return held
 
     def through(self, values: Sequence[Any]) -> list[Any]:
@@ -163,6 +192,20 @@ def hand_on(marks: Sequence[Mark], tokens: Sequence[Token]) -> None:
     """Lets the marks be met by their tokens as another operation has returned them."""
     for mark, token in zip(marks, tokens, strict=True):
         mark.token = token
+
+
+@jax.custom_vjp
+def _gate(tokens: list[Token], others: list[Token]) -> list[Token]:
+    return tokens
+
+
+def _gate_backward(others: list[Token], cotangents: list[Token]) -> tuple[list[Token], list[Token]]:
+    tokens, others = together(cotangents, others)
+    tokens = [tokens[0] + sum(others), *tokens[1:]]
+    return tokens, [jnp.zeros_like(x) for x in others]
+
+
+_gate.defvjp(lambda tokens, others: (tokens, others), _gate_backward)
 
 
 @jax.custom_vjp

@@ -297,28 +297,32 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         of_stored, of_rest = iter(fulls), iter(rest)
         return [next(of_stored) if is_stored else next(of_rest) for is_stored in where]
 
-    def forward(shards: Sequence[Any], rest: Sequence[Any], carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def forward(shards: Sequence[Any], rest: Sequence[Any], carried: Sequence[Any], arrival: list[Token]) -> list[Any]:
         fulls, of_packs = gathered(shards, fill([None] * len(has_arrived), has_arrived, carried))
-        return list(apply(merged(fulls, rest))), of_packs
+        fulls, arrival = together(fulls, arrival)
+        return [list(apply(merged(fulls, rest))), of_packs, arrival]
 
     # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
     recomputed = jax.checkpoint(forward)
     # Tokens: that of the mark set here, and those the gathers wait for; none without an order.
     seed = [order.seed] if sets_mark and order is not None else []
-    waits = [mark.token for mark in marks] if trains or scope.forward_only else []
+    awaits = order is not None and not order.group_bytes and (trains or scope.forward_only)
+    waits = [mark.token for mark in marks] if awaits else []
+    arrival = [] if order is None or not num_bytes else [order.seed]
 
-    def passed(out: list[Any], carried: list[Any], seed: list[Token], waits: list[Token]) -> list[Any]:
+    def passed(
+        out: list[Any], carried: list[Any], arrival: list[Token], seed: list[Token], waits: list[Token]
+    ) -> list[Any]:
         for pack, x in zip([pack for pack in packs if pack is not None], carried, strict=True):
             pack.carried = x
         hand_on(marks[: len(waits)], waits)
         if order is not None:
-            order.passed(num_bytes, seed[0] if seed else None)
+            order.passed(num_bytes, seed[0] if seed else None, [lax.stop_gradient(x) for x in arrival])
         return out
 
     if scope.forward_only:
         others, seed = together(others, seed)
-        out, carried = recomputed(held, others, [])
-        return passed(out, carried, seed, waits)
+        return passed(*recomputed(held, others, [], arrival), seed, waits)
 
     @jax.custom_vjp
     def op(
@@ -326,29 +330,31 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         holders: list[Any],
         rest: list[Any],
         carried: list[Any],
+        arrival: list[Token],
         seed: list[Token],
         waits: list[Token],
     ) -> _Out:
         rest, seed = together(rest, seed)
-        return *forward(shards, rest, carried), seed, waits
+        return *forward(shards, rest, carried, arrival), seed, waits
 
     def fwd(shards: list[Any], holders: list[Any], rest: list[Any], *more: list[Any]) -> tuple[_Out, Any]:
-        values, inputs, carried, seed, waits = ([x.value for x in part] for part in (shards, rest, *more))
+        values, inputs, carried, arrival, seed, waits = ([x.value for x in part] for part in (shards, rest, *more))
         inputs, seed = together(inputs, seed)
         perturbed = _Perturbed(tuple(x.perturbed for x in holders), tuple(x.perturbed for x in rest))
-        out, of_packs = recomputed(values, inputs, carried)
-        return (list(out), of_packs, seed, waits), (values, inputs, waits, perturbed)
+        out, of_packs, arrival = recomputed(values, inputs, carried, arrival)
+        return (list(out), of_packs, arrival, seed, waits), (values, inputs, waits, perturbed)
 
-    def bwd(residuals: Any, outputs: tuple[list[Any], list[Any], list[Any], list[Any]]) -> tuple[Any, ...]:
+    def bwd(residuals: Any, outputs: tuple[list[Any], ...]) -> tuple[Any, ...]:
         shards, rest, waited, were = residuals
-        outs, handed_back, *tokens = outputs
+        outs, handed_back, arrival, *tokens = outputs
+        arrival = [instantiated(c) for c in arrival]
         unused = all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in outs)
         # What a later use has gathered again comes back as the cotangent of what was handed on to it.
         back = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in handed_back]
         cotangents, mark, waits = ([instantiated(c) for c in part] for part in (outs, *tokens))
         if unused:  # called for the tokens' sake: there may be no derivative to take
             returned = take(fill([None] * len(is_pack), is_pack, back), has_arrived)
-            return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), returned, mark, waits
+            return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), returned, arrival, mark, waits
         if barrier:
             if mark:
                 shards, mark = together(shards, mark)
@@ -360,7 +366,7 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
             real = [is_inexact(c) for c in cotangents]
             ready, waits = together(take(cotangents, real), waits)
             cotangents = fill(cotangents, real, ready)
-            mark = [mark[0] + waited[0]]  # read, so that recomputed gathers wait for theirs too
+            mark = [mark[0] + x for x in waited[:1]] or mark  # read, so that recomputed gathers wait for theirs too
         fulls, of_packs = gathered(shards, fill([None] * len(is_pack), is_pack, back))
         returned = take(fill([None] * len(is_pack), is_pack, of_packs), has_arrived)
         wanted = fill(has_holder, has_holder, were.holders)
@@ -372,13 +378,13 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         _, vjp = jax.vjp(of_inputs, take(fulls, wanted), take(rest, perturbed))
         d_fulls, d_rest = vjp(cotangents)
         d_holders = fill([None] * len(were.holders), were.holders, d_fulls)
-        return [None] * len(shards), d_holders, fill([None] * len(rest), perturbed, d_rest), returned, mark, waits
+        return [None] * len(shards), d_holders, fill([None] * len(rest), perturbed, d_rest), returned, arrival, mark, waits
 
     op.defvjp(fwd, bwd, symbolic_zeros=True)
-    return passed(*op(held, holders, others, take(arrived, has_arrived), seed, waits))
+    return passed(*op(held, holders, others, take(arrived, has_arrived), arrival, seed, waits))
 
 
-_Out = tuple[list[Any], list[jax.Array], list[Token], list[Token]]
+_Out = tuple[list[Any], list[jax.Array], list[Token], list[Token], list[Token]]
 
 
 @jax.tree_util.register_static
