@@ -77,6 +77,7 @@ def expanded_zeros(
     """
     # The rules below outlive the trace in its equations: they must not hold on to its arrays.
     reduction, marks = object(), [] if order is None else [order.awaited_by_reduction()]
+    num_marks, behind = len(marks), [] if order is None else order.reduced
 
     def zeros(grad_inputs: list[jax.Array]) -> list[jax.Array]:
         return [jnp.zeros(p.shape, x.dtype) for x, p in zip(grad_inputs, placements, strict=True)]
@@ -90,9 +91,8 @@ def expanded_zeros(
 
     def bwd(feedback: list[Any], cotangents: tuple[list[Any], list[Token]]) -> tuple[list[Any], list[Any], Any]:
         found, tokens = cotangents
-        if len(tokens) > 1:
-            found, later = together(found, tokens[1:])
-            tokens = [tokens[0], *later]
+        found, after = together(found, tokens[num_marks:])
+        tokens = [*tokens[:num_marks], *after]
         for lost, p in zip(feedback, placements, strict=True):
             if lost is not None:
                 claim_feedback(fed_back, p, reduction)
@@ -101,11 +101,10 @@ def expanded_zeros(
         return reduced, lost, tokens
 
     expand.defvjp(fwd, bwd)
-    after = [] if order is None else order.reduced_after
-    out, tokens = expand(list(grad_inputs), list(feedback), [*(mark.token for mark in marks), *after])
-    hand_on(marks, tokens[: len(marks)])
+    out, tokens = expand(list(grad_inputs), list(feedback), [*(mark.token for mark in marks), *behind])
+    hand_on(marks, tokens[:num_marks])
     if order is not None:
-        order.reductions += tokens[len(marks) :]
+        order.reduces(tokens[num_marks:])
     return out
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from zerojax.gather.cotangents import fill, instantiated, take
 from zerojax.gather.order import Order, Progress, Token, together
 from zerojax.gather.stored import Scope
+
+# Outputs; tokens of the marks left, of those done, of what has arrived, and of the reductions.
+_Out = tuple[list[jax.Array], list[Token], list[Token], list[Token], list[Token]]
 
 
 def ordered_checkpoint(
@@ -37,8 +39,11 @@ def ordered_checkpoint(
     order = scope.order
     assert order is not None
     marks = order.handed_on()
-    leaves, structure = jax.tree.flatten((list(flat), [order.seed], [mark.token for mark in marks], order.arrived(),
-                                         order.all_reductions() or [order.seed]))
+    order.end_joint()
+    reduced = order.reduced_from_here() or [order.seed]
+    leaves, structure = jax.tree.flatten(
+        (list(flat), [order.seed], [mark.token for mark in marks], order.arrived, reduced)
+    )
     # What follows outlives the trace: it holds no array of it, as the order and the scope do.
     nested, window, begun = scope.nested, order.window, order.progress
     ended: list[Progress] = []  # how the region ended, noted while it is traced
@@ -46,16 +51,17 @@ def ordered_checkpoint(
     # tokens.
     noted: list[tuple[list[bool], list[int], list[int]]] = []
 
-    def region(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token], list[Token], list[Token]]:
+    def region(leaves: list[Any]) -> _Out:
         arrays, (seed,), tokens, arrived, reduced = structure.unflatten(leaves)
         inner = nested()
-        inner.order = Order(window, seed, begun.marks_of(tokens), begun.position)
-        inner.order.group_bytes, inner.order.before, inner.order.reduced_after = window, arrived, reduced
+        inner.order = Order(
+            window, seed, begun.marks_of(tokens), begun.position, joint_bytes=window, arrived=arrived, reduced=reduced
+        )
         out = body(arrays, inner)
-        inner.order.close_group()
+        inner.order.end_joint()
         left = [mark.token for mark in inner.order.handed_on()]
         ended[:] = [inner.order.progress]
-        return out, left, inner.order.done, inner.order.arrived(), inner.order.all_reductions()
+        return out, left, inner.order.done, inner.order.arrived, inner.order.reduced_from_here()
 
     def forward(primals: list[Any]) -> tuple[Any, Any]:
         leaves = [x.value for x in primals]
@@ -74,7 +80,7 @@ def ordered_checkpoint(
         noted[:] = [(real, [i for i, x in kept if x not in shards | among], [i for i, x in kept if x in among])]
         return out, pullback
 
-    def backward(pullback: Any, cotangents: tuple[list[Any], list[Token], list[Token], list[Token], list[Token]]) -> tuple[list[Any]]:
+    def backward(pullback: Any, cotangents: _Out) -> tuple[list[Any]]:
         kept, rebuild = jax.tree.flatten(pullback)
         (outputs, left, done, *more), (real, values, tokens) = jax.tree.map(instantiated, cotangents), noted[0]
         inexact = [i for i, x in enumerate(outputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -83,10 +89,12 @@ def ordered_checkpoint(
             kept[i] = x
         for i, x in zip(inexact, waited, strict=True):
             outputs[i] = x
-        # The first gathers of the recomputation wait for what lies a window behind the end of the region.
-        of_region = [position >= begun.position for position, _ in ended[0].marks]
-        held, waited = together([kept[i] for i in tokens], take(left, of_region))
-        left = fill(left, of_region, waited)
+        # The gathers of the recomputation wait for what comes back to the marks of this region: from uses that lie a
+        # window behind them, and from reductions two windows behind.
+        waits = [position >= begun.position for position, _ in ended[0].marks]
+        waits = waits if any(waits) else [*(False for _ in left[1:]), True]
+        held, waited = together([kept[i] for i in tokens], take(left, waits))
+        left = fill(left, waits, waited)
         for i, x in zip(tokens, held, strict=True):
             kept[i] = x
         (grads,) = rebuild.unflatten(kept)((outputs, left, done, *more))
@@ -94,11 +102,10 @@ def ordered_checkpoint(
         return ([next(new) if r else None for r in real],)
 
     @jax.custom_vjp
-    def run(leaves: list[Any]) -> tuple[list[jax.Array], list[Token], list[Token], list[Token], list[Token]]:
+    def run(leaves: list[Any]) -> _Out:
         return region(leaves)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    out, left, done, arrived, order.reductions = run(leaves)
-    order.leave(ended[0], left, done)
-    order.arrivals = [lax.stop_gradient(x) for x in arrived]
+    out, *tokens_out = run(leaves)
+    order.leave(ended[0], *tokens_out)
     return out

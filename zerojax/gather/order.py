@@ -74,17 +74,28 @@ class Order:
         marks: points that later uses can wait for, oldest first; never empty.
         done: tokens that nothing waits for any more.
         position: bytes gathered so far.
+        joint_bytes: bytes of uses that wait together; 0: each by itself.
+        arrived: token, at most one, of the gathers that were joint before this region.
+        reduced: token, at most one, that comes back once the gradients behind this region are reduced.
     """
 
-    def __init__(self, window: int, seed: Token, marks: Sequence[Mark], position: int = 0) -> None:
+    def __init__(
+        self,
+        window: int,
+        seed: Token,
+        marks: Sequence[Mark],
+        position: int = 0,
+        *,
+        joint_bytes: int = 0,
+        arrived: Sequence[Token] = (),
+        reduced: Sequence[Token] = (),
+    ) -> None:
         self.window, self.seed, self.position = window, seed, position
-        self.marks, self.done = list(marks), []
-        self.group: list[Mark] = []
-        self.group_end, self.group_bytes = -1, 0
-        self.arrivals: list[Token] = []  # of the group
-        self.before: list[Token] = []  # what has arrived of the groups before
-        self.reduced_after: list[Token] = []  # reductions of the regions behind
-        self.reductions: list[Token] = []  # those of this one
+        self.marks, self.done, self.joint_bytes = list(marks), list[Token](), joint_bytes
+        self.arrived, self.reduced = list(arrived), list(reduced)
+        self._joint: list[Mark] = []  # what the joint uses wait for, up to that position
+        self._joint_end = -1
+        self._arrivals, self._reductions = list[Token](), list[Token]()
         self._marked = self.marks[-1].position
 
     def behind(self) -> Token:
@@ -94,17 +105,16 @@ class Order:
     def awaited(self, num_bytes: int) -> list[Mark]:
         """What a gather of so many bytes waits for: the oldest mark within the window or the last one, and those before
         for which nothing has waited."""
-        if self.position + num_bytes <= self.group_end:
-            return self.group
+        if self.position + num_bytes <= self._joint_end:
+            return self._joint
+        self.end_joint()
         chosen = self._first_within(num_bytes, self.window)
         marks = [mark for mark in self.marks[:chosen] if not mark.waited]
         marks = [self.marks[chosen], *marks]
         for mark in marks:
             mark.waited = True
-        self.close_group()
-        self.before, self.arrivals = self.arrived(), []
-        if self.group_bytes:
-            self.group, self.group_end = marks, self.position + self.group_bytes
+        if self.joint_bytes:
+            self._joint, self._joint_end = marks, self.position + self.joint_bytes
         return marks
 
     def awaited_by_reduction(self) -> Mark:
@@ -115,31 +125,35 @@ class Order:
         """Whether a use of so many bytes is a point to wait for."""
         return (self.position + num_bytes - self._marked) * _MARKS_IN_WINDOW >= self.window
 
-    def close_group(self) -> None:
-        """Lets what waits for the group's marks in the backward pass wait for its last use, recomputed, and no other."""
-        if self.group and self.marks[-1] not in self.group:
-            tokens = _gate([mark.token for mark in self.group], [self.marks[-1].token, *self.arrivals])
-            hand_on(self.group, tokens)
-        self.group = []
+    def end_joint(self) -> None:
+        """No further use waits with the last ones.
 
-    def all_reductions(self) -> list[Token]:
-        """A token that in the backward pass exists once the gradients from here on have been reduced."""
-        return [sum(self.reductions[1:], self.reductions[0])] if self.reductions else self.reduced_after
+        In the backward pass, what waits for this region waits for its weights and its last use's inputs, recomputed.
+        """
+        if self._joint and all(mark is not self.marks[-1] for mark in self._joint):
+            others = [self.marks[-1].token, *self._arrivals]
+            hand_on(self._joint, _behind_others([mark.token for mark in self._joint], others))
+        self._joint, self._joint_end = [], -1
+        self.arrived, self._arrivals = _summed(self._arrivals) or self.arrived, []
 
-    def arrived(self) -> list[Token]:
-        """A token that exists once all gathers of the group have arrived; none where there was none."""
-        return [sum(self.arrivals[1:], self.arrivals[0])] if self.arrivals else self.before
+    def reduces(self, tokens: Sequence[Token]) -> None:
+        """Notes the tokens that a reduction hands on: they come back once it may run."""
+        self._reductions += tokens
+
+    def reduced_from_here(self) -> list[Token]:
+        """A token that comes back once the gradients of this region and of those behind it are reduced."""
+        return _summed(self._reductions) or self.reduced
 
     def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token]) -> None:
         """Notes a use, the token that exists since its inputs do, and that of its gathers."""
-        self.arrivals += arrival
+        self._arrivals += arrival
         if token is not None:
             self.marks.append(Mark(self.position, token))
         self.position += num_bytes
         if token is not None:
             self._marked = self.position
         first = self._first_within(0, _REDUCED_WITHIN * self.window)
-        held = {id(mark) for mark in self.group} if self.position < self.group_end else set()
+        held = {id(mark) for mark in self._joint}
         self.done += [mark.token for mark in self.marks[:first] if id(mark) not in held]
         self.marks = [mark for i, mark in enumerate(self.marks) if i >= first or id(mark) in held]
 
@@ -150,7 +164,7 @@ class Order:
 
     def hold(self, values: list[Any], marks: Sequence[Mark]) -> list[Any]:
         """The values, not before the marks; what follows on them cannot be merged with what does not wait."""
-        held, tokens = _hold(values, [*(mark.token for mark in marks), *self.before])
+        held, tokens = _hold(values, [*(mark.token for mark in marks), *self.arrived])
         hand_on(marks, tokens[: len(marks)])
         return held
 
@@ -181,8 +195,16 @@ class Order:
         """How far the region has come, as a value that holds no token."""
         return Progress(tuple((mark.position, mark.waited) for mark in self.marks), self.position, self._marked)
 
-    def leave(self, end: Progress, left: Sequence[Token], done: Sequence[Token]) -> None:
-        """Moves on to the end of a region, whose tokens came out as `left` and `done`."""
+    def leave(
+        self,
+        end: Progress,
+        left: Sequence[Token],
+        done: Sequence[Token],
+        arrived: Sequence[Token],
+        reduced: list[Token],
+    ) -> None:
+        """Moves on to the end of a region, whose tokens came out so."""
+        self._arrivals, self._reductions = [lax.stop_gradient(x) for x in arrived], reduced
         self.marks = end.marks_of(left)
         self.done += done
         self.position, self._marked = end.position, end.marked
@@ -194,18 +216,22 @@ def hand_on(marks: Sequence[Mark], tokens: Sequence[Token]) -> None:
         mark.token = token
 
 
+def _summed(tokens: Sequence[Token]) -> list[Token]:
+    return [sum(tokens[1:], tokens[0])] if tokens else []
+
+
 @jax.custom_vjp
-def _gate(tokens: list[Token], others: list[Token]) -> list[Token]:
+def _behind_others(tokens: list[Token], others: list[Token]) -> list[Token]:
+    """The tokens, whose cotangents wait for the others as the backward pass has them."""
     return tokens
 
 
-def _gate_backward(others: list[Token], cotangents: list[Token]) -> tuple[list[Token], list[Token]]:
+def _behind_others_backward(others: list[Token], cotangents: list[Token]) -> tuple[list[Token], list[Token]]:
     tokens, others = together(cotangents, others)
-    tokens = [tokens[0] + sum(others), *tokens[1:]]
-    return tokens, [jnp.zeros_like(x) for x in others]
+    return [tokens[0] + sum(others), *tokens[1:]], [jnp.zeros_like(x) for x in others]
 
 
-_gate.defvjp(lambda tokens, others: (tokens, others), _gate_backward)
+_behind_others.defvjp(lambda tokens, others: (tokens, others), _behind_others_backward)
 
 
 @jax.custom_vjp

@@ -217,9 +217,7 @@ class Stored:
 
     def viewed(self, op: Op) -> Stored:
         """The parameter after a further shape-only operation, itself applied after the gather."""
-        return dataclasses.replace(
-            self, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root
-        )
+        return dataclasses.replace(self, view=(*self.view, op), aval=jax.eval_shape(op, self.aval), origin=self.root)
 
     def holding(self, secondary: Any, stack: int) -> Stored:
         """The same parameter held as a secondary partition, of which `stack` leading dims can be scanned over."""
@@ -276,9 +274,8 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     # The rules below outlive the trace in its equations: none of them may hold on to its arrays, as `stored` does.
     movements, barrier, is_pack = [s.movement for s in sources], scope.barrier, [pack is not None for pack in packs]
     has_arrived = [x is not None for x in arrived]
-    order, num_bytes = scope.order, sum(
-        s.placement.full_bytes for s, x in zip(sources, arrived, strict=True) if s.placement.is_sharded and x is None
-    )
+    order, moving = scope.order, [x is None and s.placement.is_sharded for s, x in zip(sources, arrived, strict=True)]
+    num_bytes = sum(s.placement.full_bytes for s in take(sources, moving))
     marks = [] if order is None else order.awaited(num_bytes)
     trains = any(s.grad_accumulator is not None for s in stored)
     sets_mark = order is not None and (trains or scope.forward_only) and order.sets_mark(num_bytes)
@@ -299,20 +296,20 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     def forward(shards: Sequence[Any], rest: Sequence[Any], carried: Sequence[Any], arrival: list[Token]) -> list[Any]:
         fulls, of_packs = gathered(shards, fill([None] * len(has_arrived), has_arrived, carried))
-        fulls, arrival = together(fulls, arrival)
+        fulls, arrival = together(fulls, arrival)  # before any of them is used
         return [list(apply(merged(fulls, rest))), of_packs, arrival]
 
     # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
     recomputed = jax.checkpoint(forward)
-    # Tokens: that of the mark set here, and those the gathers wait for; none without an order.
+    # Tokens: that of the mark set here, those the gathers wait for, unless they do so with others, and one that exists
+    # once they have arrived; none without an order.
     seed = [order.seed] if sets_mark and order is not None else []
-    awaits = order is not None and not order.group_bytes and (trains or scope.forward_only)
+    awaits = order is not None and not order.joint_bytes and (trains or scope.forward_only)
     waits = [mark.token for mark in marks] if awaits else []
     arrival = [] if order is None or not num_bytes else [order.seed]
 
-    def passed(
-        out: list[Any], carried: list[Any], arrival: list[Token], seed: list[Token], waits: list[Token]
-    ) -> list[Any]:
+    def passed(out: list[Any], carried: list[Any], *tokens: list[Token]) -> list[Any]:
+        arrival, seed, waits = tokens
         for pack, x in zip([pack for pack in packs if pack is not None], carried, strict=True):
             pack.carried = x
         hand_on(marks[: len(waits)], waits)
@@ -326,14 +323,9 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     @jax.custom_vjp
     def op(
-        shards: list[Any],
-        holders: list[Any],
-        rest: list[Any],
-        carried: list[Any],
-        arrival: list[Token],
-        seed: list[Token],
-        waits: list[Token],
+        shards: list[Any], holders: list[Any], rest: list[Any], carried: list[Any], *tokens: list[Token]
     ) -> _Out:
+        arrival, seed, waits = tokens
         rest, seed = together(rest, seed)
         return *forward(shards, rest, carried, arrival), seed, waits
 
@@ -378,7 +370,8 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         _, vjp = jax.vjp(of_inputs, take(fulls, wanted), take(rest, perturbed))
         d_fulls, d_rest = vjp(cotangents)
         d_holders = fill([None] * len(were.holders), were.holders, d_fulls)
-        return [None] * len(shards), d_holders, fill([None] * len(rest), perturbed, d_rest), returned, arrival, mark, waits
+        d_rest = fill([None] * len(rest), perturbed, d_rest)
+        return [None] * len(shards), d_holders, d_rest, returned, arrival, mark, waits
 
     op.defvjp(fwd, bwd, symbolic_zeros=True)
     return passed(*op(held, holders, others, take(arrived, has_arrived), arrival, seed, waits))
