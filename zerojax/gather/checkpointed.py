@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.gather.cotangents import fill, instantiated, take
 from zerojax.gather.order import Order, Progress, Token, together
@@ -40,10 +41,8 @@ def ordered_checkpoint(
     assert order is not None
     marks = order.handed_on()
     order.end_joint()
-    reduced = order.reduced_from_here() or [order.seed]
-    leaves, structure = jax.tree.flatten(
-        (list(flat), [order.seed], [mark.token for mark in marks], order.arrived, reduced)
-    )
+    arrived, reduced = order.arrived or [order.seed], order.reduced_from_here() or [order.seed]
+    leaves, structure = jax.tree.flatten((list(flat), [order.seed], [mark.token for mark in marks], arrived, reduced))
     # What follows outlives the trace: it holds no array of it, as the order and the scope do.
     nested, window, begun = scope.nested, order.window, order.progress
     ended: list[Progress] = []  # how the region ended, noted while it is traced
@@ -55,13 +54,14 @@ def ordered_checkpoint(
         arrays, (seed,), tokens, arrived, reduced = structure.unflatten(leaves)
         inner = nested()
         inner.order = Order(
-            window, seed, begun.marks_of(tokens), begun.position, joint_bytes=window, arrived=arrived, reduced=reduced
-        )
+            window, seed, begun.marks_of(tokens), begun.position, joint_bytes=window, reduced=reduced,
+            arrived=[lax.stop_gradient(x) for x in arrived],
+        )  # fmt: skip
         out = body(arrays, inner)
         inner.order.end_joint()
         left = [mark.token for mark in inner.order.handed_on()]
         ended[:] = [inner.order.progress]
-        return out, left, inner.order.done, inner.order.arrived, inner.order.reduced_from_here()
+        return out, left, inner.order.done, inner.order.arrived_after(arrived), inner.order.reduced_from_here()
 
     def forward(primals: list[Any]) -> tuple[Any, Any]:
         leaves = [x.value for x in primals]
@@ -82,22 +82,22 @@ def ordered_checkpoint(
 
     def backward(pullback: Any, cotangents: _Out) -> tuple[list[Any]]:
         kept, rebuild = jax.tree.flatten(pullback)
-        (outputs, left, done, *more), (real, values, tokens) = jax.tree.map(instantiated, cotangents), noted[0]
+        (outputs, left, done, arrived, reduced), (real, values, tokens) = jax.tree.map(instantiated, cotangents), noted[0]
         inexact = [i for i, x in enumerate(outputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
         held, waited = together([kept[i] for i in values], [outputs[i] for i in inexact])
         for i, x in zip(values, held, strict=True):
             kept[i] = x
         for i, x in zip(inexact, waited, strict=True):
             outputs[i] = x
-        # The gathers of the recomputation wait for what comes back to the marks of this region: from uses that lie a
-        # window behind them, and from reductions two windows behind.
+        # The gathers of the recomputation wait for those of the region behind, and for what comes back to the marks of
+        # this region: from uses that lie a window behind them, and from reductions two windows behind.
         waits = [position >= begun.position for position, _ in ended[0].marks]
         waits = waits if any(waits) else [*(False for _ in left[1:]), True]
-        held, waited = together([kept[i] for i in tokens], take(left, waits))
-        left = fill(left, waits, waited)
+        held, waited = together([kept[i] for i in tokens], [*take(left, waits), *arrived])
+        left, arrived = fill(left, waits, waited), waited[sum(waits) :]
         for i, x in zip(tokens, held, strict=True):
-            kept[i] = x
-        (grads,) = rebuild.unflatten(kept)((outputs, left, done, *more))
+            kept[i] = sum(arrived, x)  # what nobody reads is not waited for
+        (grads,) = rebuild.unflatten(kept)((outputs, left, done, arrived, reduced))
         new = iter(grads)
         return ([next(new) if r else None for r in real],)
 

@@ -96,6 +96,7 @@ class Order:
         self._joint: list[Mark] = []  # what the joint uses wait for, up to that position
         self._joint_end = -1
         self._arrivals, self._reductions = list[Token](), list[Token]()
+        self._secondaries, self._earlier_secondaries = list[Token](), list[Token]()
         self._marked = self.marks[-1].position
 
     def behind(self) -> Token:
@@ -107,7 +108,8 @@ class Order:
         for which nothing has waited."""
         if self.position + num_bytes <= self._joint_end:
             return self._joint
-        self.end_joint()
+        if self.joint_bytes:
+            self.end_joint()
         chosen = self._first_within(num_bytes, self.window)
         marks = [mark for mark in self.marks[:chosen] if not mark.waited]
         marks = [self.marks[chosen], *marks]
@@ -134,7 +136,29 @@ class Order:
             others = [self.marks[-1].token, *self._arrivals]
             hand_on(self._joint, _behind_others([mark.token for mark in self._joint], others))
         self._joint, self._joint_end = [], -1
+        self._earlier_secondaries, self._secondaries = _summed(self._secondaries) or self._earlier_secondaries, []
         self.arrived, self._arrivals = _summed(self._arrivals) or self.arrived, []
+
+    def arrived_after(self, before: Sequence[Token]) -> list[Token]:
+        """Tokens of what had arrived before this region, once its own weights are there too.
+
+        In the backward pass they come back once its weights, gathered again, are there.
+        """
+        (token,) = _behind_others(list(before), self.arrived)
+        return [token + lax.stop_gradient(sum(self.arrived, zero_token()))]
+
+    def before_secondary(self, shard: jax.Array) -> jax.Array:
+        """A shard that is about to become a secondary partition: not before the uses two windows ahead of its own, and
+        the secondary partitions of the region before."""
+        tokens = [self.marks[self._first_within(0, _REDUCED_WITHIN * self.window)].token, *self._earlier_secondaries]
+        return together([shard], [lax.stop_gradient(x) for x in tokens])[0][0]
+
+    def after_secondary(self, held: Any) -> Any:
+        """The secondary partition, whose arrival those of the next region wait for."""
+        leaves, structure = jax.tree.flatten(held)
+        leaves, tokens = together(leaves, [lax.stop_gradient(self.seed)])
+        self._secondaries += tokens
+        return structure.unflatten(leaves)
 
     def reduces(self, tokens: Sequence[Token]) -> None:
         """Notes the tokens that a reduction hands on: they come back once it may run."""
@@ -204,7 +228,7 @@ class Order:
         reduced: list[Token],
     ) -> None:
         """Moves on to the end of a region, whose tokens came out so."""
-        self._arrivals, self._reductions = [lax.stop_gradient(x) for x in arrived], reduced
+        self._arrivals, self._reductions = list(arrived), reduced
         self.marks = end.marks_of(left)
         self.done += done
         self.position, self._marked = end.position, end.marked

@@ -146,7 +146,12 @@ class Scope:
             return stored
         root = stored.root
         if id(root) not in self._secondaries:
-            held = make(lax.stop_gradient(root.shard), root.placement, stack)
+            shard = lax.stop_gradient(root.shard)
+            if self.order is not None:
+                shard = self.order.before_secondary(shard)
+            held = make(shard, root.placement, stack)
+            if self.order is not None:
+                held = self.order.after_secondary(held)
             self._secondaries[id(root)] = dataclasses.replace(root, shard=held, secondary_stack=stack)
             self._alive.append(root)
         return self._secondaries[id(root)].under(stored.view)
