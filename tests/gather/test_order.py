@@ -137,23 +137,31 @@ def test_a_checkpointed_layer_travels_in_one_message_that_no_other_layer_shares(
 
 @pytest.mark.aot
 @pytest.mark.needs_cuda_plugin
-def test_unrolled_layers_hide_their_communication_as_a_scan_does():
-    """Layers of 3072 with 2048 rows for each GPU, gathered and reduced in a quarter of their compute.
+def test_unrolled_checkpointed_layers_hide_their_communication():
+    """Six layers of a GPT of 7.5 billion, 4 x 8 H100, 400 GB/s into a node: replayed, 79 % is behind compute.
 
-    Replayed: 2 % of the layers' communication is not behind compute; of 8 layers the first gather and the last
-    reductions are not either.
+    What is not are the gather of the embedding and the first layer and the last reductions, the less the more layers.
     """
-    width, layers = 3072, 8
-    one = {"up": jax.ShapeDtypeStruct((width, 4 * width), jnp.bfloat16)}
-    one |= {"down": jax.ShapeDtypeStruct((4 * width, width), jnp.bfloat16)}
-    one |= {"scale": jax.ShapeDtypeStruct((width,), jnp.bfloat16)}
+    width, heads, layers = 4096, 32, 6
+    extents = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    one = {name: jax.ShapeDtypeStruct(extent, jnp.bfloat16) for name, extent in extents.items()}
+
+    @jax.checkpoint
+    def layer(h, p):
+        q, k, v = jnp.split((h @ p["qkv"]).reshape(*h.shape[:2], 3 * heads, -1), 3, axis=2)
+        h = h + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(h.shape) @ p["out"]
+        return h + jax.nn.gelu(h @ p["up"]) @ p["down"]
+
+    def loss(params, x):
+        for p in params:
+            x = layer(x, p)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
     mesh = absent_mesh("h100", 4, 8)
-    layout = zerojax.partition({"layers": [one] * layers}, mesh, zerojax.ZeroConfig())
+    layout = zerojax.partition([one] * layers, mesh, zerojax.ZeroConfig())
     over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("node", "local")))
-    x = jax.ShapeDtypeStruct((mesh.size * 2048, width), jnp.bfloat16, sharding=over)
-    step = jax.jit(
-        zerojax.value_and_grad(unrolled_loss(True), layout), compiler_options=zerojax.compiler_options(layout)
-    )
+    x = jax.ShapeDtypeStruct((mesh.size, 2048, width), jnp.bfloat16, sharding=over)
+    step = jax.jit(zerojax.value_and_grad(loss, layout), compiler_options=zerojax.compiler_options(layout))
     compiled = step.lower(layout.param_shapes(), x).compile()
     assert replay_text(compiled, mesh, TARGETS["h100"], bandwidth="400GB/s").hidden_share > 0.65
 

@@ -45,6 +45,7 @@ def ordered_checkpoint(
     leaves, structure = jax.tree.flatten((list(flat), [order.seed], [mark.token for mark in marks], arrived, reduced))
     # What follows outlives the trace: it holds no array of it, as the order and the scope do.
     nested, window, begun = scope.nested, order.window, order.progress
+    order.starts = starts = order.region_starts()
     ended: list[Progress] = []  # how the region ended, noted while it is traced
     # Noted while it is traced: the inputs that are differentiated, the residuals that are values, and those that are
     # tokens.
@@ -55,7 +56,7 @@ def ordered_checkpoint(
         inner = nested()
         inner.order = Order(
             window, seed, begun.marks_of(tokens), begun.position, joint_bytes=window, reduced=reduced,
-            arrived=[lax.stop_gradient(x) for x in arrived],
+            starts=starts, arrived=[lax.stop_gradient(x) for x in arrived],
         )  # fmt: skip
         out = body(arrays, inner)
         inner.order.end_joint()
@@ -82,7 +83,8 @@ def ordered_checkpoint(
 
     def backward(pullback: Any, cotangents: _Out) -> tuple[list[Any]]:
         kept, rebuild = jax.tree.flatten(pullback)
-        (outputs, left, done, arrived, reduced), (real, values, tokens) = jax.tree.map(instantiated, cotangents), noted[0]
+        outputs, left, done, arrived, reduced = jax.tree.map(instantiated, cotangents)
+        real, values, tokens = noted[0]
         inexact = [i for i, x in enumerate(outputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
         held, waited = together([kept[i] for i in values], [outputs[i] for i in inexact])
         for i, x in zip(values, held, strict=True):
@@ -90,9 +92,9 @@ def ordered_checkpoint(
         for i, x in zip(inexact, waited, strict=True):
             outputs[i] = x
         # The gathers of the recomputation wait for those of the region behind, and for what comes back to the marks of
-        # this region: from uses that lie a window behind them, and from reductions two windows behind.
+        # this region: from the uses, and from later reductions, that have waited for them.
         waits = [position >= begun.position for position, _ in ended[0].marks]
-        waits = waits if any(waits) else [*(False for _ in left[1:]), True]
+        waits = waits if any(waits) else [False] * (len(left) - 1) + [True]
         held, waited = together([kept[i] for i in tokens], [*take(left, waits), *arrived])
         left, arrived = fill(left, waits, waited), waited[sum(waits) :]
         for i, x in zip(tokens, held, strict=True):

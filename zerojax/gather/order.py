@@ -77,6 +77,7 @@ class Order:
         joint_bytes: bytes of uses that wait together; 0: each by itself.
         arrived: token, at most one, of the gathers that were joint before this region.
         reduced: token, at most one, that comes back once the gradients behind this region are reduced.
+        starts: positions of the regions so far, this one's last.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class Order:
         joint_bytes: int = 0,
         arrived: Sequence[Token] = (),
         reduced: Sequence[Token] = (),
+        starts: Sequence[int] = (),
     ) -> None:
         self.window, self.seed, self.position = window, seed, position
         self.marks, self.done, self.joint_bytes = list(marks), list[Token](), joint_bytes
-        self.arrived, self.reduced = list(arrived), list(reduced)
+        self.arrived, self.reduced, self.starts = list(arrived), list(reduced), list(starts)
         self._joint: list[Mark] = []  # what the joint uses wait for, up to that position
         self._joint_end = -1
         self._arrivals, self._reductions = list[Token](), list[Token]()
@@ -110,7 +112,7 @@ class Order:
             return self._joint
         if self.joint_bytes:
             self.end_joint()
-        chosen = self._first_within(num_bytes, self.window)
+        chosen = max(self._first_within(num_bytes, self.window), self._first_of_region(1))
         marks = [mark for mark in self.marks[:chosen] if not mark.waited]
         marks = [self.marks[chosen], *marks]
         for mark in marks:
@@ -121,7 +123,7 @@ class Order:
 
     def awaited_by_reduction(self) -> Mark:
         """The use far enough back that its gather in the backward pass can wait for a reduction made here."""
-        return self.marks[self._first_within(0, _REDUCED_WITHIN * self.window)]
+        return self.marks[max(self._first_within(0, _REDUCED_WITHIN * self.window), self._first_of_region(2))]
 
     def sets_mark(self, num_bytes: int) -> bool:
         """Whether a use of so many bytes is a point to wait for."""
@@ -185,6 +187,19 @@ class Order:
         end = self.position + num_bytes
         within = (i for i, mark in enumerate(self.marks) if end - mark.position <= window)
         return next(within, len(self.marks) - 1)
+
+    def region_starts(self) -> list[int]:
+        """Positions of the last regions, and of the one that starts here; those of little bytes count as one."""
+        far = [x for x in self.starts if (self.position - x) * _MARKS_IN_WINDOW >= self.window]
+        return [*far[-4:], self.position]
+
+    def _first_of_region(self, before: int) -> int:
+        """The first mark of the region so many before this one: more freedom is no use to a scheduler that keeps one
+        collective in flight for as long as it may."""
+        if not self.joint_bytes or len(self.starts) <= before:
+            return 0
+        start = self.starts[-1 - before]
+        return next((i for i, mark in enumerate(self.marks) if mark.position >= start), len(self.marks) - 1)
 
     def hold(self, values: list[Any], marks: Sequence[Mark]) -> list[Any]:
         """The values, not before the marks; what follows on them cannot be merged with what does not wait."""
