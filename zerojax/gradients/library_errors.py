@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-# Equinox's words where a converted closure is called: its checkpointed loops, diffrax's default adjoint, fixed points of
-# optimistix; and where a linear operator of lineax is applied (optimistix's Newton).
 _COMPARES_SHARDINGS = (
     "Closure-converted function called with different dynamic arguments", "pytree does not match out_structure",
 )  # fmt: skip
