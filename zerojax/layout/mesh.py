@@ -164,7 +164,7 @@ def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Ca
         return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings)
     # JAX finds the mesh in the shardings of what is returned, and does nothing where no array is.
     everywhere = NamedSharding(mesh, PartitionSpec())
-    with_array = jax.sharding.auto_axes(
+    with_array: Callable[..., Any] = jax.sharding.auto_axes(
         lambda *args: (fn(*args), jnp.zeros(())), axes=explicit, out_sharding=(out_shardings, everywhere)
     )
     return lambda *args: with_array(*args)[0]
