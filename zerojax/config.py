@@ -84,7 +84,8 @@ class ZeroConfig:
             one after the other; a larger leaf travels by itself. 4 MiB cross even a slow GPU network in less than the
             latency of a few messages. 0: each leaf by itself. "auto": 4 MiB where gradients are reduced at the end of a
             step and where updated parameters are gathered (stages 1 and 2), 0 where leaves move in the middle of the
-            loss (stages 2 and 3); a number holds for both. Values and bytes do not depend on it.
+            loss (stages 2 and 3); a number holds for both. Values do not depend on it, nor do bytes, but that a small
+            weight of the first layer, whose value no derivative needs, is gathered again together with its pack.
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.

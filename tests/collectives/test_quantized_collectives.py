@@ -98,7 +98,7 @@ def test_a_gather_over_both_axes_at_once_gives_the_leaf_in_order(nodes, local, r
         np.testing.assert_array_equal(np.asarray(got), np.broadcast_to(want, got.shape))
     sizes = {"node": nodes, "local": local}
     received = collectives.gather_bytes(placements[0], sizes)
-    assert received == {"+".join(placements[0].axes): (mesh.size - 1) * 4 * 48 * 80 // mesh.size}
+    assert received == {placements[0].axes: (mesh.size - 1) * 4 * 48 * 80 // mesh.size}
 
 
 def reductions(mesh, placements, formats, **options):
@@ -247,7 +247,7 @@ def test_a_single_axis_is_one_hop_in_the_format_for_between_nodes(rng):
     # As on a mesh of one device a node; eight bits would be off by a tenth of four.
     assert reduction_bound(grads, 1, 8, (INT8, INT8)) < error <= reduction_bound(grads, 8, 1, (INT8, INT4))
     # A slice of 480 elements: 15 blocks of 16 bytes and a scale.
-    assert collectives.reduce_bytes(placement, {"data": 8}) == {"data": 7 * 15 * (16 + 2)}
+    assert collectives.reduce_bytes(placement, {"data": 8}) == {("data",): 7 * 15 * (16 + 2)}
 
 
 @pytest.mark.parametrize("formats", [(INT8, INT4), FORMATS["default"]], ids=["bfloat16 scales", "float8 scales"])
@@ -375,10 +375,10 @@ def test_the_bytes_stated_are_those_of_the_messages():
     plain = plain_collectives()
     grads = quantized_gradients(plain, (QuantFormat(8, 128), QuantFormat(4, 32)), AXES)
     # A slice of 480 elements: 4 blocks of 128 bytes and 4 scales of 2; then 15 blocks of 16 bytes and 15 scales.
-    assert grads.reduce_bytes(placement, sizes) == {"local": 2 * 3 * (512 + 8), "node": 1 * (240 + 30)}
+    assert grads.reduce_bytes(placement, sizes) == {("local",): 2 * 3 * (512 + 8), ("node",): 1 * (240 + 30)}
     weights = quantized_weights(plain, QuantFormat(8, 32))
     # A shard of 480 elements: 15 blocks of 32 bytes and 15 scales; over "local" both nodes' parts travel.
-    assert weights.gather_bytes(placement, sizes) == {"node": 510, "local": 3 * 2 * 510}
+    assert weights.gather_bytes(placement, sizes) == {("node",): 510, ("local",): 3 * 2 * 510}
     assert functools.reduce(int.__add__, plain.gather_bytes(placement, sizes).values()) == 7 * 480 * 4
 
 

@@ -92,3 +92,14 @@ def test_outside_of_an_optimizer_logical_parameters_are_refused_as_before():
         pass
     with pytest.raises(ValueError, match="stored form"):
         zerojax.value_and_grad(models.dense_loss, layout)(params, BATCH)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_without_state_on_explicit_axes(stage):
+    """JAX hands explicit axes to the compiler by what is returned, and of such an optimizer no array is."""
+    params, grads = {"w": jnp.ones((7,))}, {"w": jnp.arange(7.0)}
+    layout = models.make_layout(params, "1x3", stage, axis_types=jax.sharding.AxisType.Explicit)
+    tx, stored = zerojax.zero(optax.sgd(0.1), layout), layout.shard(params)
+    updates, _ = jax.jit(tx.update)(layout.shard(grads), tx.init(stored), stored)
+    got = layout.unshard(optax.apply_updates(stored, updates))
+    assert models.largest_error(got, {"w": 1 - 0.1 * jnp.arange(7.0)}) < FLOAT32

@@ -9,6 +9,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import equinox.internal as eqxi
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -264,6 +265,34 @@ def test_an_equinox_model_with_frozen_parts_takes_a_step(dtype):
     tolerance = FLOAT32 if dtype == jnp.float32 else 6 * 2.0**-9
     got = np.asarray(after.blocks[1].layers[0].weight, np.float32)
     np.testing.assert_allclose(got, moved, rtol=0, atol=tolerance * np.abs(moved).max())
+
+
+def test_a_loop_that_compares_shardings_is_refused_in_words_and_the_way_out_trains():
+    """Equinox's checkpointed loop fails in any shard_map; its own message prints two equal shapes."""
+
+    def loss(p, x):
+        def body(carry):
+            return carry[0] + 1, jnp.tanh(carry[1] @ p["w"]) * ramp(6)
+
+        done = eqxi.while_loop(lambda c: c[0] < 3, body, (0, x), kind="checkpointed", max_steps=4, checkpoints=2)
+        return jnp.mean(done[1] ** 2)
+
+    params, x = {"w": jnp.linspace(-1, 1, 36).reshape(6, 6)}, jnp.sin(jnp.arange(48.0)).reshape(8, 6)
+    layout = models.make_layout(params, "2x2", 1)
+    stored = layout.shard(params)
+    with pytest.raises(ValueError, match=r"value_and_grad: the loss uses .* shard the optimizer alone"):
+        zerojax.value_and_grad(loss, layout)(stored, x)
+    assert jnp.isfinite(zerojax.apply(loss, layout)(stored, x))  # without a backward pass nothing is compared
+    tx = zerojax.zero(optax.sgd(0.5), layout)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    got = layout.unshard(step(stored, tx.init(stored))[0])
+    want, *_ = models.train_plain(loss, optax.sgd(0.5), params, [x])
+    assert models.largest_error(got, want) < FLOAT32
 
 
 def test_parameters_in_nested_containers():

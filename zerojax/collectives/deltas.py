@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives.plain import Sizes, gather_over, grown_bytes, within_other_axes
+from zerojax.collectives.plain import BytesByAxes, Sizes, gather_over, grown_bytes, within_other_axes
 from zerojax.collectives.quantized import dequantized, quantized_over, under_policy
 from zerojax.config import QuantFormat
 from zerojax.layout.layout import Layout
@@ -50,7 +50,7 @@ class Deltas(NamedTuple):
         gathered: (shard, placement) -> the replica made anew, in the replica's dtype.
         is_far: (shard, replica, placement) -> whether this device's slice of the replica does not belong to its shard,
             bool scalar. Of a leaf that is not trained: whether any bit differs, since nothing is sent of it later.
-        update_bytes: (placement, axis sizes) -> bytes received per device by `updated`, by mesh axis.
+        update_bytes: (placement, axis sizes) -> bytes received per device by `updated`, by the axes of each collective.
     """
 
     updated: Any
@@ -91,7 +91,7 @@ def weight_deltas(layout: Layout) -> Deltas:
         allowed = FAR * jnp.maximum(largest, jnp.mean(weight))
         return ~jnp.all((most <= allowed) & jnp.isfinite(most))
 
-    def update_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+    def update_bytes(placement: Placement, sizes: Sizes) -> BytesByAxes:
         return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes, [placement.axes[:1]])
 
     return Deltas(under_policy(config.kernels, updated), gathered, is_far, update_bytes)

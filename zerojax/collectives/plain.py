@@ -23,6 +23,7 @@ from jax import lax
 from zerojax.layout.placement import Placement, is_two_bits, pad, unpad
 
 Sizes = Mapping[str, int]
+BytesByAxes = dict[tuple[str, ...], int]
 Held = Any
 
 
@@ -39,8 +40,8 @@ class Collectives(NamedTuple):
             the sum itself.
         reduce_with_feedback: (full logical leaf, what earlier reductions lost, placement) -> (shard of the sum, what
             this one lost); the losses are those of this device's chunk in the hop between nodes, zero if unquantised.
-        gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by mesh axis; "node+local"
-            where one collective runs over both.
+        gather_bytes: (placement, axis sizes) -> bytes received per device by one gather, by the axes of each hop:
+            ("node",) and ("local",), or ("node", "local") where one collective runs over both.
         reduce_bytes: the same for `reduce`.
         unit: (placement) -> elements of which a leaf's shard holds a multiple, so that it can travel in one message
             with others (`zerojax.collectives.packed`) and its blocks stay its own; 0: it travels by itself.
@@ -53,8 +54,8 @@ class Collectives(NamedTuple):
     gather_secondary: Callable[[Held, Placement], jax.Array]
     reduce: Callable[[jax.Array, Placement], jax.Array]
     reduce_with_feedback: Callable[[jax.Array, jax.Array, Placement], tuple[jax.Array, jax.Array]]
-    gather_bytes: Callable[[Placement, Sizes], dict[str, int]]
-    reduce_bytes: Callable[[Placement, Sizes], dict[str, int]]
+    gather_bytes: Callable[[Placement, Sizes], BytesByAxes]
+    reduce_bytes: Callable[[Placement, Sizes], BytesByAxes]
     unit: Callable[[Placement], int]
     gathers: bool = True
     reduces: bool = True
@@ -96,7 +97,7 @@ def plain_collectives(
     def hops(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
         return [axes] if flat else [(axis,) for axis in axes]
 
-    def bytes_of_gather(placement: Placement, sizes: Sizes) -> dict[str, int]:
+    def bytes_of_gather(placement: Placement, sizes: Sizes) -> BytesByAxes:
         return grown_bytes(placement.shard_bytes, placement, sizes, hops(placement.axes))
 
     def wire_dtype(dtype: np.dtype) -> np.dtype:
@@ -111,7 +112,7 @@ def plain_collectives(
         summed = within_other_axes(lambda x: _reduce(x, placement), placement, other_axes)(pad(wire, placement))
         return summed.astype(dtype)
 
-    def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+    def reduce_bytes(placement: Placement, sizes: Sizes) -> BytesByAxes:
         return _reduce_bytes(placement.with_dtype(wire_dtype(placement.dtype)), sizes)
 
     def reduce_with_feedback(full: jax.Array, feedback: jax.Array, placement: Placement) -> tuple[jax.Array, jax.Array]:
@@ -227,27 +228,27 @@ def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def gather_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+def gather_bytes(placement: Placement, sizes: Sizes) -> BytesByAxes:
     """An all-gather over an axis of size n receives (n - 1) parts of what the device holds before it."""
     return grown_bytes(placement.shard_bytes, placement, sizes)
 
 
 def grown_bytes(
     held: int, placement: Placement, sizes: Sizes, hops: Sequence[tuple[str, ...]] | None = None
-) -> dict[str, int]:
+) -> BytesByAxes:
     """Bytes received per device, by axes, when `held` bytes are gathered hop by hop; None: an axis a hop."""
-    received: dict[str, int] = {}
+    received: BytesByAxes = {}
     if placement.is_sharded:
         for axes in [(axis,) for axis in placement.axes] if hops is None else hops:
             many = math.prod(sizes[axis] for axis in axes)
-            received["+".join(axes)] = held * (many - 1)
+            received[axes] = held * (many - 1)
             held *= many
     return received
 
 
-def _reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+def _reduce_bytes(placement: Placement, sizes: Sizes) -> BytesByAxes:
     """A reduce-scatter mirrors the gather; an all-reduce of n devices receives 2 (n - 1) / n of the leaf."""
     if placement.is_sharded:
         return gather_bytes(placement, sizes)
     n = math.prod(sizes[axis] for axis in placement.axes)
-    return {"+".join(placement.axes): 2 * placement.full_bytes * (n - 1) // n}
+    return {placement.axes: 2 * placement.full_bytes * (n - 1) // n}

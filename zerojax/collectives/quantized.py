@@ -34,7 +34,7 @@ from pallas_kernels import (
     unpack_bytes,
 )
 from pallas_kernels.choice import Policy
-from zerojax.collectives.plain import Collectives, Sizes, grown_bytes, within_other_axes
+from zerojax.collectives.plain import BytesByAxes, Collectives, Sizes, grown_bytes, within_other_axes
 from zerojax.layout.placement import Placement, pad, trimmed_spec, unpad
 
 Pair = tuple[QuantFormat, QuantFormat]
@@ -87,7 +87,7 @@ def quantized_weights(
         )  # fmt: skip
         return unpad(move(held), placement)
 
-    def gather_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+    def gather_bytes(placement: Placement, sizes: Sizes) -> BytesByAxes:
         if not placement.is_quantized:
             return plain.gather_bytes(placement, sizes)
         return grown_bytes(fmt.message_bytes(math.prod(placement.shard_shape)), placement, sizes)
@@ -151,13 +151,14 @@ def quantized_gradients(
         inner = placement.axes[-1:]
         return _without_padding(shard, placement, placement.axes), _without_padding(lost, placement, inner)
 
-    def reduce_bytes(placement: Placement, sizes: Sizes) -> dict[str, int]:
+    def reduce_bytes(placement: Placement, sizes: Sizes) -> BytesByAxes:
         if not placement.is_quantized:
             return plain.reduce_bytes(placement, sizes)
-        received, slices = {}, placement.num_shards
+        received: BytesByAxes = {}
+        slices = placement.num_shards
         for axis, fmt in hops(placement):
             message = fmt.message_bytes(math.prod(placement.shard_shape))
-            received[axis] = message * slices // sizes[axis] * (sizes[axis] - 1)
+            received[axis,] = message * slices // sizes[axis] * (sizes[axis] - 1)
             slices //= sizes[axis]
         return received
 

@@ -27,6 +27,9 @@ from zerojax.gather.primitives import Kind, kind_of, layer_flags
 from zerojax.gather.replicated import Flags
 from zerojax.gather.views import Op, seen
 
+# Their derivative needs no operand: in the backward pass nobody asks for what is only added.
+_ADDS = frozenset({"add", "add_any", "sub"})
+
 # Of `zerojax.gather.stored`, which imports this.
 Scope = Any
 Stored = Any
@@ -110,7 +113,9 @@ def plan_packs(jaxpr: Any, args: Sequence[Any], replicated: Sequence[bool], scop
         return
     order: list[tuple[int, Any]] = []
     barred: set[int] = set()
-    _direct_uses(jaxpr, [i if c else None for i, c in enumerate(candidates)], replicated, args, order, barred)
+    needed: set[int] = set()
+    numbered = [i if c else None for i, c in enumerate(candidates)]
+    _direct_uses(jaxpr, numbered, replicated, args, order, barred, needed)
     chosen: dict[int, Any] = {}
     first: dict[int, int] = {}
     position = 0
@@ -124,14 +129,16 @@ def plan_packs(jaxpr: Any, args: Sequence[Any], replicated: Sequence[bool], scop
             position += math.prod(args[i].placement.shape) * jnp.dtype(dtype).itemsize
     numbers = [i for i in chosen if i not in barred]
     placements = [args[i].placement.with_dtype(chosen[i]) for i in numbers]
-    kinds = [(args[i].grad_input is None, args[i].feedback is None) for i in numbers]
+    kinds = [(args[i].grad_input is None, args[i].feedback is None, i in needed) for i in numbers]
     for group in groups(placements, scope.collectives, limit, kinds):
         if len(group) > 1:
+            scope.in_packs |= {id(args[numbers[n]]) for n in group}
             _join(scope, [_cast(args[numbers[n]], chosen[numbers[n]], scope) for n in group])
 
 
 def _join(scope: Scope, members: list[Stored]) -> None:
     pack = pack_of([x.placement for x in members], scope.collectives)
+    scope.in_packs |= {id(x) for x in members}
     trains = members[0].grad_input is not None
     accumulator = None
     if trains and scope.collectives.reduces:
@@ -161,8 +168,10 @@ def _direct_uses(
     args: Sequence[Any],
     order: list[tuple[int, Any]],
     barred: set[int],
+    needed: set[int],
 ) -> list[tuple[int, Any] | None]:
-    """Notes the uses of some inputs in program order, and those inputs that are used in any other way.
+    """Notes uses of some inputs in program order, those that are used in any other way, and those whose values the
+    backward pass needs too.
 
     Returns:
         For each output, (number, dtype in which it is gathered) where it is such an input, else None.
@@ -186,9 +195,11 @@ def _direct_uses(
         kind, (number, dtype) = kind_of(eqn, same), used[0]
         if kind is Kind.GATHER and not any(True for _ in _compat.sub_jaxprs(eqn)):
             order += used
+            if eqn.primitive.name not in _ADDS:
+                needed.update(i for i, _ in used)
         elif kind is Kind.CALL:
             inner = _compat.open_jaxpr(_compat.called_jaxpr(eqn))[0]
-            out = _direct_uses(inner, found, same, args, order, barred)  # type: ignore[arg-type]
+            out = _direct_uses(inner, found, same, args, order, barred, needed)  # type: ignore[arg-type]
             env.update((v, x) for v, x in zip(eqn.outvars, out, strict=True) if x is not None)
         elif kind is Kind.VIEW and _stays_a_view(eqn):
             env[eqn.outvars[0]] = number, dtype
@@ -200,9 +211,9 @@ def _direct_uses(
 
 
 def _stays_a_view(eqn: Any) -> bool:
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before = eqn.invars[0].aval.shape
     by_layer = len(before) > 2 and layer_flags(eqn, before[0]) == [True]
-    return len(eqn.invars) == 1 and not by_layer and tuple(after) != (1, *before)
+    return len(eqn.invars) == 1 and not by_layer
 
 
 def _cast_target(eqn: Any, held: Any) -> Any:

@@ -25,7 +25,8 @@ def view_rule(e: Equation) -> list[Any]:
     if isinstance(param, Deferred):
         deferred = defer(e.eqn, e.inputs, {})
         return e.bound()([plain(param)]) if deferred is None else [deferred]
-    if tuple(e.eqn.outvars[0].aval.shape) == (1, *param.aval.shape) and _only_cast(param) and _can_be_joined(param):
+    grows = tuple(e.eqn.outvars[0].aval.shape) == (1, *param.aval.shape) and id(param.root) not in param.scope.in_packs
+    if grows and _only_cast(param) and _can_be_joined(param):
         placement = param.placement  # about to be joined with others to a stack
         if placement.is_sharded:
             stack = None if param.secondary_stack is None else param.secondary_stack + 1

@@ -68,6 +68,8 @@ class Scope:
         self.pack_bytes = pack_bytes
         # By id of a parameter, the pack it travels in and its number there; filled in when the region is read.
         self.packs: dict[int, tuple[RegionPack, int]] = {}
+        # Ids of the parameters of all packs, also before their cast: what changes their shape is done after the gather.
+        self.in_packs: set[int] = set()
         self.is_planned = forward_only or not pack_bytes
         self.order = order
         self.window = window

@@ -19,6 +19,7 @@ from zerojax.collectives.select import has_secondary
 from zerojax.gradients import inputs as batches
 from zerojax.gradients.backward import forward
 from zerojax.gradients.eager import CompiledOnce
+from zerojax.gradients.library_errors import explained
 from zerojax.gradients.local import (
     Accumulation,
     Gradients,
@@ -152,6 +153,7 @@ def gradient_function(
         raise ValueError(f"value_and_grad(microbatches={microbatches!r}): a positive number is required")
     policy, compiled_once = accumulation_for(layout.stage, accumulation), CompiledOnce()
 
+    @explained("value_and_grad")
     def run(
         params: Tree,
         batch: Tree,
@@ -232,6 +234,7 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
 
     compiled_once = CompiledOnce()
 
+    @explained("apply")
     def run(params: Tree, batch: Tree, *rest: Any) -> Tree:
         params = entering(params, layout)
         batches.check_rest(rest)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax._compat import has_explicit_axes
 from zerojax.config import ZeroConfig
@@ -157,7 +158,16 @@ def with_auto_axes(fn: Callable[..., Any], mesh: Mesh, out_shardings: Any) -> Ca
         out_shardings: NamedShardings of what `fn` returns.
     """
     explicit = tuple(a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings) if explicit else fn
+    if not explicit:
+        return fn
+    if jax.tree.leaves(out_shardings):
+        return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_shardings)
+    # JAX finds the mesh in the shardings of what is returned, and does nothing where no array is.
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    with_array: Callable[..., Any] = jax.sharding.auto_axes(
+        lambda *args: (fn(*args), jnp.zeros(())), axes=explicit, out_sharding=(out_shardings, everywhere)
+    )
+    return lambda *args: with_array(*args)[0]
 
 
 def with_auto_mesh(sharding: NamedSharding) -> NamedSharding:

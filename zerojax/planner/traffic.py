@@ -103,8 +103,8 @@ def secondary_bytes(layout: Layout, uses: Sequence[tuple[LeafUse, ...]] | None =
             part, layers = _layer(_own_part(placement, layout).with_dtype(use.dtype), use, layout)
             if part.is_sharded:
                 # Over the last axis a gather receives (size - 1) times what is held, and that is the secondary.
-                last = part.axes[-1]
-                total += layers * gather_bytes(part, sizes)[last] // (sizes[last] - 1)
+                last = part.axes[-1:]
+                total += layers * gather_bytes(part, sizes)[last] // (sizes[last[0]] - 1)
     return total
 
 
@@ -140,8 +140,8 @@ class _LeafTraffic:
             if stage == 1:
                 found += self._reductions(once, p, 1)
             if stage < 3:
-                for axis, received in gather_bytes(p, self.sizes).items():
-                    found.append(self._move("update", "all-gather", (axis,), p.dtype.name, False, received, 1))
+                for axes, received in gather_bytes(p, self.sizes).items():
+                    found.append(self._move("update", "all-gather", axes, p.dtype.name, False, received, 1))
         return found
 
     def _changes(self, uses: Sequence[LeafUse]) -> list[Traffic]:
@@ -154,26 +154,25 @@ class _LeafTraffic:
             p, times = p.without_leading_dim(), p.shape[0] + 1
         received = weight_deltas(self.layout).update_bytes(p, self.sizes)
         return [
-            self._move("forward", "all-gather", (axis,), _wire_name(fmt, p.dtype), by_layer, times * size, times,
+            self._move("forward", "all-gather", axes, _wire_name(fmt, p.dtype), by_layer, times * size, times,
                        2 * times * size)
-            for axis, size in received.items()
+            for axes, size in received.items()
         ]  # fmt: skip
 
     def _gathers(self, use: LeafUse) -> list[Traffic]:
         part, layers = _layer(self.placement.with_dtype(use.dtype), use, self.layout)
         config = self.layout.config
-        by_axis = self.collectives.gather_bytes(part, self.sizes)
+        by_axes = self.collectives.gather_bytes(part, self.sizes)
         quantized = config.quantize_weights if part.is_quantized else None
         name = _wire_name(quantized, use.dtype)
         has_held = has_secondary(self.layout)
         # Levels are read and floats written for the full leaf, the reverse for the shard.
-        first = next(iter(by_axis))
-        message = by_axis[first] // (math.prod(self.sizes[axis] for axis in first.split("+")) - 1)
+        first = next(iter(by_axes))
+        message = by_axes[first] // (math.prod(self.sizes[axis] for axis in first) - 1)
         passes = (part.shard_bytes + message) * (part.num_shards + 1) if quantized else 0
         found, in_loop = [], layers * use.repeats > 1
         for phase in ("forward", "backward") if use.in_backward else ("forward",):
-            for name_of_axes, received in by_axis.items():
-                axes = tuple(name_of_axes.split("+"))
+            for axes, received in by_axes.items():
                 last = axes[-1] == part.axes[-1]
                 if has_held and phase == "backward" and not last:
                     continue
@@ -188,18 +187,18 @@ class _LeafTraffic:
         config = self.layout.config
         pair = config.quantize_gradients if part.is_quantized else None
         plain = jnp.dtype(config.grad_dtype) if config.grad_dtype else part.dtype
-        by_axis = self.collectives.reduce_bytes(part, self.sizes)
+        by_axes = self.collectives.reduce_bytes(part, self.sizes)
         # Reduced where it arises, or full gradients after the backward pass.
         phase = "backward" if self.layout.stage >= 2 and part.is_sharded else "update"
         kind = "all-to-all" if pair else "reduce-scatter" if part.is_sharded else "all-reduce"
         found = []
-        for axis, received in by_axis.items():
-            axes = tuple(axis.split("+")) if kind == "all-reduce" else (axis,)
-            fmt = None if not isinstance(pair, tuple) else pair[1] if axis == config.axes[0] else pair[0]
+        for axes, received in by_axes.items():
+            fmt = None if not isinstance(pair, tuple) else pair[1] if axes == config.axes[:1] else pair[0]
             passes = 0
             if isinstance(fmt, QuantFormat):
+                (axis,) = axes
                 sent = received * self.sizes[axis] // (self.sizes[axis] - 1)
-                first_hop = axis == part.axes[-1]
+                first_hop = axes == part.axes[-1:]
                 # Written, sent, read again; the gradient is read before the first hop, the shard written at the end.
                 shard = 4 * math.prod(part.shard_shape)
                 passes = 2 * sent + (part.shard_bytes * part.num_shards if first_hop else shard)
