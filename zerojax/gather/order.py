@@ -4,9 +4,19 @@ The compiler moves a gather as early and a reduction as late as its operands all
 the number of layers, every gather here waits for a *token*: a scalar zero that leaves an optimisation barrier together
 with the activations of an earlier use, the one `window` bytes of gathered weights before. In the backward pass the
 cotangents of the tokens, zeros too, meet cotangents and reduced gradients in barriers and carry the order the other
-way round. The compiler drops a barrier's operand whose result nobody reads: tokens are therefore handed on, each to one
-reader, and summed at the end (`behind`); what they gate must be read as it leaves the barrier. Knows nothing of what is
-gathered or applied.
+way round.
+
+XLA's scheduler goes backwards through the program and keeps one collective in flight for as long as compute is left:
+of several that may start at the same point it hides one. So in a region, a layer under `jax.checkpoint`, uses wait
+together (`joint_bytes`), for the region before and no further one, and XLA's combiner makes one message of their
+gathers. It must not join those of two regions: such a message starts as late as the second can and is waited for by
+the first: a gather waits for the *arrival* of the region's before it (`arrived`), a reduction for those behind it
+(`reduced`). In the backward pass a layer's weights then travel while the layer behind is differentiated, and
+gradients while the layer before is recomputed.
+
+The compiler drops a barrier's operand whose result nobody reads: tokens are therefore handed on, each to one reader, and
+summed at the end (`behind`); what they gate must be read as it leaves the barrier. Knows nothing of what is gathered or
+applied.
 """
 
 from __future__ import annotations
