@@ -46,7 +46,7 @@ class Deferred:
     aval: jax.ShapeDtypeStruct
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_layers(self) -> bool:
         """Whether it has all its layers, so that further operations can be deferred with it."""
         return self.layers == self.length
 
@@ -60,7 +60,7 @@ class Deferred:
         values = [x[None] if self.layers == 0 and s else x for x, s in zip(leaves, self.stacked, strict=True)]
         for eqn, inputs in self.steps:
             params = None
-            if not self.is_whole:  # the equation was traced on all layers
+            if not self.has_all_layers:  # the equation was traced on all layers
                 extent = self.layers or 1
                 sizes = {n: (extent, *eqn.params[n][1:]) for n in _EXTENTS if n in eqn.params}
                 params = {**eqn.params, **sizes}
@@ -186,7 +186,7 @@ class _Steps:
 
     def value(self, x: Any) -> _Key:
         """The key of a value: a leaf, or the last of a deferred value's steps."""
-        if isinstance(x, Deferred) and x.is_whole:
+        if isinstance(x, Deferred) and x.has_all_layers:
             keys = [self.value(leaf) for leaf in x.leaves]
             for eqn, inputs in x.steps:
                 keys.append(self.step(eqn, [keys[i] if isinstance(i, int) else i for i in inputs]))

@@ -14,9 +14,9 @@ the first: a gather waits for the *arrival* of the region's before it (`arrived`
 (`reduced`). In the backward pass a layer's weights then travel while the layer behind is differentiated, and
 gradients while the layer before is recomputed.
 
-The compiler drops a barrier's operand whose result nobody reads: tokens are therefore handed on, each to one reader, and
-summed at the end (`behind`); what they gate must be read as it leaves the barrier. Knows nothing of what is gathered or
-applied.
+The compiler drops a barrier's operand whose result nobody reads: tokens are therefore handed on, each to one reader,
+and summed at the end (`behind`); what they gate must be read as it leaves the barrier. Knows nothing of what is
+gathered or applied.
 """
 
 from __future__ import annotations

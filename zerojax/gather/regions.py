@@ -265,7 +265,7 @@ def _entering(x: Any, scope: Scope) -> Any:
         if _is_small_stack(x, scope):
             return plain(_unquantized(x, scope))
         return x if _can_scan(x) else None
-    if x.length is None or not x.is_whole or any(isinstance(leaf, Deferred) for leaf in x.leaves):
+    if x.length is None or not x.has_all_layers or any(isinstance(leaf, Deferred) for leaf in x.leaves):
         _warn_of_reshaped(x.params[0].placement)
         return None
 
@@ -285,7 +285,7 @@ def enters_by_layer(x: Any, scope: Scope) -> bool:
     """Whether a loop over a held value would take it apart without a warning, and gather a layer at a time."""
     if isinstance(x, Deferred):
         stacks = [leaf for leaf, along in zip(x.leaves, x.stacked, strict=True) if along]
-        whole = x.length is not None and x.is_whole and len(x.aval.shape) > 2
+        whole = x.length is not None and x.has_all_layers and len(x.aval.shape) > 2
         return whole and all(not is_held(leaf) or enters_by_layer(leaf, scope) for leaf in stacks)
     return is_stack(x := rearranged(x)) and len(x.aval.shape) > 2 and not _is_small_stack(x, scope)
 

@@ -99,7 +99,7 @@ def slice_rule(e: Equation) -> list[Any]:
         start = indices[0] if indices else params["start_indices"][0]
         if isinstance(param, Stored) and is_stack(param):
             return [_layers_of(param, start, after[0], e)]
-        if isinstance(param, Deferred) and param.length is not None and param.is_whole:
+        if isinstance(param, Deferred) and param.length is not None and param.has_all_layers:
             stacks = [x for x, along in zip(param.leaves, param.stacked, strict=True) if along]
             if all(not is_held(x) or (isinstance(x, Stored) and is_stack(x)) for x in stacks):
                 return [param.map_layers(lambda x: _layers_of(x, start, after[0], e), after[0])]
@@ -171,7 +171,7 @@ def squeeze_rule(e: Equation) -> list[Any]:
 
     if isinstance(x, Stored):
         return [dropped(x)] if is_stack(x) else view_rule(e)
-    if not x.is_whole and x.layers == 1:  # taken from a stack
+    if not x.has_all_layers and x.layers == 1:  # taken from a stack
         return [x.map_layers(dropped, 0)]
     return view_rule(e)
 

@@ -67,7 +67,7 @@ class Backward(NamedTuple):
     replicas: Sequence[Any]
 
 
-def whole_backward(
+def full_backward(
     loss_fn: Callable[..., Any], layout: Layout, leaves: list[jax.Array], batch: Tree, rest: Any, *, each: bool = False
 ) -> Backward:
     """Stages 0 and 1: full parameters.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from zerojax import _compat
 from zerojax.gradients import inputs as batches
-from zerojax.gradients.backward import Backward, reading, staged_backward, whole_backward
+from zerojax.gradients.backward import Backward, full_backward, reading, staged_backward
 from zerojax.gradients.outputs import (
     global_loss,
     loss_cotangent,
@@ -133,7 +133,7 @@ def _backward(
         return staged_backward(
             loss_fn, layout, leaves, example, rest, replicas, repeated=repeated, deferred=repeated and deferred
         )
-    return whole_backward(loss_fn, layout, leaves, example, rest, each=repeated and not deferred)
+    return full_backward(loss_fn, layout, leaves, example, rest, each=repeated and not deferred)
 
 Accumulation = Literal["sharded", "deferred"]
 Step = Callable[[Tree, Any, list[Any]], tuple[Any, list[Any], list[Any]]]
