@@ -70,6 +70,7 @@ def test_each_stage_trains_as_plain_optax_does_and_holds_less(stage, tmp_path):
             assert part == 1, state
 
 
+@pytest.mark.aot
 def test_bfloat16_parameters_train_on_float32_master_weights(tmp_path):
     plain, zero = train_gpt(tmp_path, "--precision", "bfloat16")["runs"]
     # bfloat16 keeps 8 bits: 2**-9 relative in each rounding, a few of which differ with the order of sums.
@@ -103,6 +104,7 @@ def free_port(lowest: int, highest: int) -> int:
     raise OSError(f"no free port from {lowest} to {highest}")
 
 
+@pytest.mark.aot
 def test_two_processes_of_a_launcher_train_together(tmp_path):
     # What Open MPI sets; JAX takes the coordinator's port from the job's number: 61440 + number modulo 4096.
     job = free_port(61440, 65535) - 61440

@@ -69,8 +69,11 @@ CASES = {
 }
 
 
+SECOND_TIER = ("stage 3, bfloat16", "stage 3, deferred", "stage 3, quantised")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.aot if "bfloat16" in name else []) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.aot if name in SECOND_TIER else []) for name in CASES]
 )
 def test_derivatives_of_value_and_grad_equal_those_of_plain_jax(name):
     stage, config, options, dtype, tolerance = CASES[name]
