@@ -36,8 +36,7 @@ def is_first_tier(name: str, setting: str) -> bool:
 
 # Nothing is gathered at stage 2: what decides where is the same at each program of a kind.
 CASES = [
-    pytest.param(name, setting, marks=[] if is_first_tier(name, setting) else [pytest.mark.aot])
-    for name, fn in LAYERED.items() for setting in SETTINGS
+    (name, setting) for name, fn in LAYERED.items() for setting in SETTINGS
     if setting != "stage 2" or fn.__module__ != stack_programs.__name__
 ]  # fmt: skip
 
@@ -55,7 +54,7 @@ def results(setting: str, first_tier: bool = True) -> dict[str, Any]:
     def everything(p, x):
         out = {}
         for name, fn in LAYERED.items():
-            if not any(c.values == (name, setting) for c in CASES) or is_first_tier(name, setting) != first_tier:
+            if (name, setting) not in CASES or is_first_tier(name, setting) != first_tier:
                 continue
             try:
                 out[name] = zerojax.value_and_grad(fn, layout)(p, x)
@@ -69,7 +68,9 @@ def results(setting: str, first_tier: bool = True) -> dict[str, Any]:
     return {**{name: (loss, layout.unshard(grads)) for name, (loss, grads) in out.items()}, **failures}
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@pytest.mark.parametrize(
+    ("name", "setting"), [pytest.param(*case, marks=[] if is_first_tier(*case) else pytest.mark.aot) for case in CASES]
+)
 def test_layers_inside_other_control_flow_have_their_values_and_gradients(name, setting):
     got, want = results(setting, is_first_tier(name, setting))[name], results("")[name]
     if isinstance(got, Exception):

@@ -8,7 +8,7 @@ way round.
 
 XLA's scheduler goes backwards through the program and keeps one collective in flight for as long as compute is left:
 of several that may start at the same point it hides one. So in a region, a layer under `jax.checkpoint`, uses wait
-together (`joint_bytes`), for the region before and no further one, and XLA's combiner makes one message of their
+together (`joint`), for the region before and no further one, and XLA's combiner makes one message of their
 gathers. It must not join those of two regions: such a message starts as late as the second can and is waited for by
 the first: a gather waits for the *arrival* of the region's before it (`arrived`), a reduction for those behind it
 (`reduced`). In the backward pass a layer's weights then travel while the layer behind is differentiated, and
@@ -22,7 +22,7 @@ gathered or applied.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,7 @@ class Order:
         marks: points that later uses can wait for, oldest first; never empty.
         done: tokens that nothing waits for any more.
         position: bytes gathered so far.
-        joint_bytes: bytes of uses that wait together; 0: each by itself.
+        joint: whether uses wait together, up to a window of them.
         arrived: token, at most one, of the gathers that were joint before this region.
         reduced: token, at most one, that comes back once the gradients behind this region are reduced.
         starts: positions of the regions so far, this one's last.
@@ -97,13 +97,13 @@ class Order:
         marks: Sequence[Mark],
         position: int = 0,
         *,
-        joint_bytes: int = 0,
+        joint: bool = False,
         arrived: Sequence[Token] = (),
         reduced: Sequence[Token] = (),
         starts: Sequence[int] = (),
     ) -> None:
         self.window, self.seed, self.position = window, seed, position
-        self.marks, self.done, self.joint_bytes = list(marks), list[Token](), joint_bytes
+        self.marks, self.done, self.joint = list(marks), list[Token](), joint
         self.arrived, self.reduced, self.starts = list(arrived), list(reduced), list(starts)
         self._joint: list[Mark] = []  # what the joint uses wait for, up to that position
         self._joint_end = -1
@@ -120,15 +120,15 @@ class Order:
         for which nothing has waited."""
         if self.position + num_bytes <= self._joint_end:
             return self._joint
-        if self.joint_bytes:
+        if self.joint:
             self.end_joint()
         chosen = max(self._first_within(num_bytes, self.window), self._first_of_region(1))
         marks = [mark for mark in self.marks[:chosen] if not mark.waited]
         marks = [self.marks[chosen], *marks]
         for mark in marks:
             mark.waited = True
-        if self.joint_bytes:
-            self._joint, self._joint_end = marks, self.position + self.joint_bytes
+        if self.joint:
+            self._joint, self._joint_end = marks, self.position + self.window
         return marks
 
     def awaited_by_reduction(self) -> Mark:
@@ -159,17 +159,14 @@ class Order:
         (token,) = _behind_others(list(before), self.arrived)
         return [token + lax.stop_gradient(sum(self.arrived, zero_token()))]
 
-    def before_secondary(self, shard: jax.Array) -> jax.Array:
-        """A shard that is about to become a secondary partition: not before the uses two windows ahead of its own, and
-        the secondary partitions of the region before."""
+    def secondary(self, make: Callable[[jax.Array], Any], shard: jax.Array) -> Any:
+        """A secondary partition, made not before the uses two windows ahead of its own, nor before those of the region
+        before have arrived."""
         tokens = [self.marks[self._first_within(0, _REDUCED_WITHIN * self.window)].token, *self._earlier_secondaries]
-        return together([shard], [lax.stop_gradient(x) for x in tokens])[0][0]
-
-    def after_secondary(self, held: Any) -> Any:
-        """The secondary partition, whose arrival those of the next region wait for."""
-        leaves, structure = jax.tree.flatten(held)
-        leaves, tokens = together(leaves, [lax.stop_gradient(self.seed)])
-        self._secondaries += tokens
+        (shard,), _ = together([shard], [lax.stop_gradient(x) for x in tokens])
+        leaves, structure = jax.tree.flatten(make(shard))
+        leaves, arrival = together(leaves, [lax.stop_gradient(self.seed)])
+        self._secondaries += arrival
         return structure.unflatten(leaves)
 
     def reduces(self, tokens: Sequence[Token]) -> None:
@@ -201,12 +198,12 @@ class Order:
     def region_starts(self) -> list[int]:
         """Positions of the last regions, and of the one that starts here; those of little bytes count as one."""
         far = [x for x in self.starts if (self.position - x) * _MARKS_IN_WINDOW >= self.window]
-        return [*far[-4:], self.position]
+        return [*far[-2:], self.position]
 
     def _first_of_region(self, before: int) -> int:
         """The first mark of the region so many before this one: more freedom is no use to a scheduler that keeps one
         collective in flight for as long as it may."""
-        if not self.joint_bytes or len(self.starts) <= before:
+        if not self.joint or len(self.starts) <= before:
             return 0
         start = self.starts[-1 - before]
         return next((i for i, mark in enumerate(self.marks) if mark.position >= start), len(self.marks) - 1)

@@ -148,12 +148,8 @@ class Scope:
             return stored
         root = stored.root
         if id(root) not in self._secondaries:
-            shard = lax.stop_gradient(root.shard)
-            if self.order is not None:
-                shard = self.order.before_secondary(shard)
-            held = make(shard, root.placement, stack)
-            if self.order is not None:
-                held = self.order.after_secondary(held)
+            made, shard = lambda x: make(x, root.placement, stack), lax.stop_gradient(root.shard)
+            held = made(shard) if self.order is None else self.order.secondary(made, shard)
             self._secondaries[id(root)] = dataclasses.replace(root, shard=held, secondary_stack=stack)
             self._alive.append(root)
         return self._secondaries[id(root)].under(stored.view)
@@ -311,7 +307,7 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     # Tokens: that of the mark set here, those the gathers wait for, unless they do so with others, and one that exists
     # once they have arrived; none without an order.
     seed = [order.seed] if sets_mark and order is not None else []
-    awaits = order is not None and not order.joint_bytes and (trains or scope.forward_only)
+    awaits = order is not None and not order.joint and (trains or scope.forward_only)
     waits = [mark.token for mark in marks] if awaits else []
     arrival = [] if order is None or not num_bytes else [order.seed]
 
@@ -345,12 +341,11 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     def bwd(residuals: Any, outputs: tuple[list[Any], ...]) -> tuple[Any, ...]:
         shards, rest, waited, were = residuals
-        outs, handed_back, arrival, *tokens = outputs
-        arrival = [instantiated(c) for c in arrival]
+        outs, handed_back, *tokens = outputs
         unused = all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in outs)
         # What a later use has gathered again comes back as the cotangent of what was handed on to it.
         back = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in handed_back]
-        cotangents, mark, waits = ([instantiated(c) for c in part] for part in (outs, *tokens))
+        cotangents, arrival, mark, waits = ([instantiated(c) for c in part] for part in (outs, *tokens))
         if unused:  # called for the tokens' sake: there may be no derivative to take
             returned = take(fill([None] * len(is_pack), is_pack, back), has_arrived)
             return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), returned, arrival, mark, waits
