@@ -131,9 +131,9 @@ class Order:
             self._joint, self._joint_end = marks, self.position + self.window
         return marks
 
-    def awaited_by_reduction(self) -> Mark:
+    def awaited_by_reduction(self) -> list[Mark]:
         """The use far enough back that its gather in the backward pass can wait for a reduction made here."""
-        return self.marks[max(self._first_within(0, _REDUCED_WITHIN * self.window), self._first_of_region(2))]
+        return [self.marks[max(self._first_within(0, _REDUCED_WITHIN * self.window), self._first_of_region(2))]]
 
     def sets_mark(self, num_bytes: int) -> bool:
         """Whether a use of so many bytes is a point to wait for."""
@@ -148,8 +148,8 @@ class Order:
             others = [self.marks[-1].token, *self._arrivals]
             hand_on(self._joint, _behind_others([mark.token for mark in self._joint], others))
         self._joint, self._joint_end = [], -1
-        self._earlier_secondaries, self._secondaries = _summed(self._secondaries) or self._earlier_secondaries, []
-        self.arrived, self._arrivals = _summed(self._arrivals) or self.arrived, []
+        self._earlier_secondaries, self._secondaries = summed(self._secondaries) or self._earlier_secondaries, []
+        self.arrived, self._arrivals = summed(self._arrivals) or self.arrived, []
 
     def arrived_after(self, before: Sequence[Token]) -> list[Token]:
         """Tokens of what had arrived before this region, once its own weights are there too.
@@ -175,9 +175,13 @@ class Order:
 
     def reduced_from_here(self) -> list[Token]:
         """A token that comes back once the gradients of this region and of those behind it are reduced."""
-        return _summed(self._reductions) or self.reduced
+        return summed(self._reductions) or self.reduced
 
-    def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token]) -> None:
+    def differentiates(self) -> list[Token]:
+        """The token that a use has to hand on: it comes back once its cotangents are there; none in a region."""
+        return []
+
+    def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token], *_: Any) -> None:
         """Notes a use, the token that exists since its inputs do, and that of its gathers."""
         self._arrivals += arrival
         if token is not None:
@@ -262,7 +266,8 @@ def hand_on(marks: Sequence[Mark], tokens: Sequence[Token]) -> None:
         mark.token = token
 
 
-def _summed(tokens: Sequence[Token]) -> list[Token]:
+def summed(tokens: Sequence[Token]) -> list[Token]:
+    """One token that exists once all do; none of none."""
     return [sum(tokens[1:], tokens[0])] if tokens else []
 
 
