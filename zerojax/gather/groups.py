@@ -43,7 +43,7 @@ class GroupedOrder(Order):
     def __init__(self, window: int, seed: Token, marks: Sequence[Mark]) -> None:
         super().__init__(window, seed, marks, reduced=[seed])
         self._weights, self._earlier = list[GatheredWeight](), list[GatheredWeight]()
-        self._end = -1  # of the group, in bytes
+        self._end = -1  # of the group, in bytes; the next one is gathered ahead too, together a window
         self._begun = list[Mark]()  # the group's own mark, at most one
         self._gate = list[Token]()  # at most one: comes back once the next use has its cotangents
         self._is_behind_region = False
@@ -54,7 +54,7 @@ class GroupedOrder(Order):
             self.end_joint()
             if self._is_behind_region:
                 self._leave_region(num_bytes)
-            self._end = self.position + self.window
+            self._end = self.position + self.window // 2
         return self.marks
 
     def _leave_region(self, num_bytes: int) -> None:
@@ -95,31 +95,27 @@ class GroupedOrder(Order):
         return not self._begun
 
     def differentiates(self) -> list[Token]:
-        """See `Order.differentiates`."""
+        """At most one token, for a use to hand on: it comes back once the use is differentiated."""
+        self._gather_again(self._reductions)
         return self._gate
 
     def awaited_by_reduction(self) -> list[Mark]:
         """None: gathers wait for reductions by the tokens of these."""
         return []
 
-    def passed(
-        self,
-        num_bytes: int,
-        token: Token | None,
-        arrival: Sequence[Token],
-        weights: Sequence[GatheredWeight] = (),
-        differentiated: Sequence[Token] = (),
-    ) -> None:
-        """Notes a use, what it has gathered, and the token of `differentiates`."""
+    def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token]) -> None:
+        """See `Order.passed`."""
         self._arrivals += arrival
-        self._weights += weights
         if token is not None:
             self._begun = [Mark(self.position, lax.stop_gradient(token))]
         self.position += num_bytes
+
+    def gathered(self, weights: Sequence[GatheredWeight], differentiated: Sequence[Token]) -> None:
+        """Notes what a use has gathered, and the token of `differentiates` as it hands it on."""
+        self._weights += weights
         if differentiated:
             self._reductions += differentiated
             self._gate = []
-        self._gather_again(self._reductions)
 
     def through(self, values: Sequence[Any]) -> list[Any]:
         """See `Order.through`."""

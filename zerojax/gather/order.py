@@ -78,13 +78,14 @@ class Progress:
 class Order:
     """How far the program has come in one region, in bytes of weights gathered, and the tokens on the way.
 
+    Uses wait together, up to a window of them.
+
     Attributes:
         window: bytes of weights that may be gathered ahead of their use; one use ahead is always allowed.
         seed: the token that new ones are made from.
         marks: points that later uses can wait for, oldest first; never empty.
         done: tokens that nothing waits for any more.
         position: bytes gathered so far.
-        joint: whether uses wait together, up to a window of them.
         arrived: token, at most one, of the gathers that were joint before this region.
         reduced: token, at most one, that comes back once the gradients behind this region are reduced.
         starts: positions of the regions so far, this one's last.
@@ -97,13 +98,12 @@ class Order:
         marks: Sequence[Mark],
         position: int = 0,
         *,
-        joint: bool = False,
         arrived: Sequence[Token] = (),
         reduced: Sequence[Token] = (),
         starts: Sequence[int] = (),
     ) -> None:
         self.window, self.seed, self.position = window, seed, position
-        self.marks, self.done, self.joint = list(marks), list[Token](), joint
+        self.marks, self.done = list(marks), list[Token]()
         self.arrived, self.reduced, self.starts = list(arrived), list(reduced), list(starts)
         self._joint: list[Mark] = []  # what the joint uses wait for, up to that position
         self._joint_end = -1
@@ -120,15 +120,13 @@ class Order:
         for which nothing has waited."""
         if self.position + num_bytes <= self._joint_end:
             return self._joint
-        if self.joint:
-            self.end_joint()
+        self.end_joint()
         chosen = max(self._first_within(num_bytes, self.window), self._first_of_region(1))
         marks = [mark for mark in self.marks[:chosen] if not mark.waited]
         marks = [self.marks[chosen], *marks]
         for mark in marks:
             mark.waited = True
-        if self.joint:
-            self._joint, self._joint_end = marks, self.position + self.window
+        self._joint, self._joint_end = marks, self.position + self.window
         return marks
 
     def awaited_by_reduction(self) -> list[Mark]:
@@ -177,11 +175,7 @@ class Order:
         """A token that comes back once the gradients of this region and of those behind it are reduced."""
         return summed(self._reductions) or self.reduced
 
-    def differentiates(self) -> list[Token]:
-        """The token that a use has to hand on: it comes back once its cotangents are there; none in a region."""
-        return []
-
-    def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token], *_: Any) -> None:
+    def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token]) -> None:
         """Notes a use, the token that exists since its inputs do, and that of its gathers."""
         self._arrivals += arrival
         if token is not None:
@@ -207,7 +201,7 @@ class Order:
     def _first_of_region(self, before: int) -> int:
         """The first mark of the region so many before this one: more freedom is no use to a scheduler that keeps one
         collective in flight for as long as it may."""
-        if not self.joint or len(self.starts) <= before:
+        if len(self.starts) <= before:
             return 0
         start = self.starts[-1 - before]
         return next((i for i, mark in enumerate(self.marks) if mark.position >= start), len(self.marks) - 1)

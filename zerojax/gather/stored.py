@@ -279,12 +279,13 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     movements, barrier, has_arrived = [s.movement for s in sources], scope.barrier, [x is not None for x in arrived]
     order, moving = scope.order, [x is None and s.placement.is_sharded for s, x in zip(sources, arrived, strict=True)]
     # What is gathered again behind this use comes back as the cotangent of the full weight that is handed on to it.
-    in_groups = isinstance(order, GroupedOrder) and not scope.forward_only
-    is_handed = [in_groups or pack is not None for pack in packs]
+    groups = order if isinstance(order, GroupedOrder) and not scope.forward_only else None
+    is_handed = [groups is not None or pack is not None for pack in packs]
     num_bytes = sum(s.placement.full_bytes for s in take(sources, moving))
     marks = [] if order is None else order.awaited(num_bytes)
     trains = any(s.grad_accumulator is not None for s in stored)
-    sets_mark = order is not None and (trains or scope.forward_only or in_groups) and order.sets_mark(num_bytes)
+    may_mark = trains or scope.forward_only or groups is not None
+    sets_mark = order is not None and may_mark and order.sets_mark(num_bytes)
     sources_held = scope.held(sources, marks)
     # Flat, since the rules below are given marked leaves, which a quantised array could not hold.
     held, structure = jax.tree.flatten(sources_held)
@@ -312,20 +313,21 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     # cotangents. Only the last is differentiated: what has no derivative must not seem to have one.
     seed = [lax.stop_gradient(order.seed)] if order is not None and sets_mark else []
     arrival = [lax.stop_gradient(order.seed)] if order is not None and num_bytes else []
-    noted = order.differentiates() if order is not None and trains and not scope.forward_only else []
+    noted = groups.differentiates() if groups is not None and trains else []
 
     def passed(out: list[Any], handed: list[Any], arrival: list[Token], seed: list[Token], noted: list[Token]) -> Any:
-        again = []
-        for x, pack, held, movement in zip(
-            handed, take(packs, is_handed), take(sources_held, is_handed), take(movements, is_handed)
-        ):
+        weights = []
+        parts = zip(*(take(x, is_handed) for x in (packs, sources_held, movements)), handed, strict=True)
+        for pack, source_held, movement, x in parts:
             if pack is None:
-                again.append(GatheredWeight(held, movement.gathered, x))
+                weights.append(GatheredWeight(source_held, movement.gathered, x))
             else:
                 pack.carried = x
         if order is not None:
             arrival = [lax.stop_gradient(x) for x in arrival]
-            order.passed(num_bytes, seed[0] if seed else None, arrival, again, noted)
+            order.passed(num_bytes, seed[0] if seed else None, arrival)
+        if groups is not None:
+            groups.gathered(weights, noted)
         return out
 
     if scope.forward_only:
