@@ -137,10 +137,10 @@ def test_a_checkpointed_layer_travels_in_one_message_that_no_other_layer_shares(
 
 @pytest.mark.aot
 @pytest.mark.needs_cuda_plugin
-@pytest.mark.parametrize(("remat", "hidden"), [(True, 0.65), (False, 0.5)])
+@pytest.mark.parametrize(("remat", "hidden"), [(True, 0.65), (False, 0.4)])
 def test_unrolled_layers_hide_their_communication(remat, hidden):
     """Six layers of a GPT of 7.5 billion, 4 x 8 H100, 400 GB/s into a node: replayed, 76 % is behind compute where
-    layers are checkpointed, XX % where they are not.
+    layers are checkpointed, 48 % and more where they are not.
 
     What is not are the gather of the first layer and the last reductions, the less the more layers.
     """

@@ -8,11 +8,11 @@ way round.
 
 XLA's scheduler goes backwards through the program and keeps one collective in flight for as long as compute is left:
 of several that may start at the same point it hides one. So in a region, a layer under `jax.checkpoint`, uses wait
-together (`joint`), for the region before and no further one, and XLA's combiner makes one message of their
-gathers. It must not join those of two regions: such a message starts as late as the second can and is waited for by
-the first: a gather waits for the *arrival* of the region's before it (`arrived`), a reduction for those behind it
-(`reduced`). In the backward pass a layer's weights then travel while the layer behind is differentiated, and
-gradients while the layer before is recomputed.
+together, for the region before and no further one, and XLA's combiner makes one message of their gathers. Outside of
+regions that is true of groups of uses (`zerojax.gather.groups`). The combiner must not join those of two regions: such
+a message starts as late as the second can and is waited for by the first: a gather waits for the *arrival* of the
+region's before it (`arrived`), a reduction for those behind it (`reduced`). In the backward pass a layer's weights then
+travel while the layer behind is differentiated, and gradients while the layer before is recomputed.
 
 The compiler drops a barrier's operand whose result nobody reads: tokens are therefore handed on, each to one reader,
 and summed at the end (`behind`); what they gate must be read as it leaves the barrier. Knows nothing of what is
