@@ -332,7 +332,8 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
 
     if scope.forward_only:
         others, seed = together(others, seed)
-        return passed(*recomputed(held, others, [], arrival), seed, noted)
+        out, handed, arrival = recomputed(held, others, [], arrival)
+        return passed(out, handed, arrival, seed, noted)
 
     @jax.custom_vjp
     def op(shards: list[Any], holders: list[Any], rest: list[Any], carried: list[Any], *tokens: list[Token]) -> _Out:
