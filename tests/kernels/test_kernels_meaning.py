@@ -247,6 +247,12 @@ def test_zeros_subnormals_and_the_largest_numbers_stay_finite(fmt):
                 np.testing.assert_allclose(back, value, rtol=(1 + 2.0**-2) / (2 * fmt.qmax) + 2.0**-7)
 
 
+@by_plain_format
+def test_what_is_below_half_of_the_smallest_scale_is_zero(fmt):
+    x = jnp.full((1024,), 2.0**-104)
+    assert not np.asarray(quick(lambda x: pk.dequantize(pk.quantize(x, fmt=fmt)))(x)).any()
+
+
 @by_format
 def test_the_padded_tail_is_zero_and_stays_zero(fmt, rng):
     size = fmt.block_size // 2 + 1
