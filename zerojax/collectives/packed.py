@@ -62,10 +62,21 @@ class Pack:
 
     def part(self, joined: jax.Array, i: int) -> jax.Array:
         """The slices of one member, padded, from the joined leaf or a part of it."""
-        slices = joined.reshape(-1, self.ends[-1])
-        # A place that the compiler does not know: members of one shape are then cut out by one kernel, compiled once.
-        begin = lax.optimization_barrier(np.int32(self.ends[i - 1] if i else 0))
-        cut = lax.dynamic_slice_in_dim(slices, begin, math.prod(self.members[i].shard_shape), axis=1)
+        return self._cut(joined.reshape(-1, self.ends[-1]), i, lax.optimization_barrier(self._begins[i]))
+
+    def parts(self, joined: jax.Array) -> list[jax.Array]:
+        """`part` of every member."""
+        slices, begins = joined.reshape(-1, self.ends[-1]), lax.optimization_barrier(self._begins)
+        return [self._cut(slices, i, begin) for i, begin in enumerate(begins)]
+
+    @property
+    def _begins(self) -> list[np.int32]:
+        return [np.int32(n) for n in (0, *self.ends[:-1])]
+
+    def _cut(self, slices: jax.Array, i: int, begin: Any) -> jax.Array:
+        # At a place that the compiler does not know: members of one shape are cut out by one kernel, compiled once.
+        size = (slices.shape[0], math.prod(self.members[i].shard_shape))
+        cut = lax.dynamic_slice(slices, (np.int32(0), begin), size, allow_negative_indices=False)
         return _from_slices(cut, self.members[i])
 
     def full(self, joined: jax.Array, i: int) -> jax.Array:
@@ -134,8 +145,8 @@ def gather_together(
             continue
         pack = pack_of([placements[i] for i in group], collectives)
         joined = collectives.gather(pack.join([shards[i] for i in group]), pack.placement)
-        for number, i in enumerate(group):
-            out[i] = pack.full(joined, number)
+        for i, x in zip(group, pack.parts(joined), strict=True):
+            out[i] = unpad(x, placements[i])
     return out
 
 
@@ -186,11 +197,10 @@ def reduce_pack(
     pack: Pack, fulls: Sequence[jax.Array], feedback: Sequence[Any], collectives: Collectives
 ) -> tuple[list[jax.Array], list[Any]]:
     """One reduction of a pack: the members' shards, and what was lost of each (None without feedback)."""
-    count = range(len(pack.members))
     joined = pack.join([pad(x, p) for x, p in zip(fulls, pack.members, strict=True)])
     fed = None if feedback[0] is None else pack.join(feedback)
     reduced, lost = reduce_one(joined, fed, pack.placement, collectives)
-    return [pack.part(reduced, i) for i in count], [None if lost is None else pack.part(lost, i) for i in count]
+    return pack.parts(reduced), [None] * len(fulls) if lost is None else pack.parts(lost)
 
 
 def _to_slices(x: jax.Array, p: Placement) -> jax.Array:
