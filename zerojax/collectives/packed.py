@@ -62,16 +62,14 @@ class Pack:
 
     def part(self, joined: jax.Array, i: int) -> jax.Array:
         """The slices of one member, padded, from the joined leaf or a part of it."""
-        return self._cut(joined.reshape(-1, self.ends[-1]), i, lax.optimization_barrier(self._begins[i]))
+        begin = lax.optimization_barrier(np.int32(self.ends[i - 1] if i else 0))
+        return self._cut(joined.reshape(-1, self.ends[-1]), i, begin)
 
     def parts(self, joined: jax.Array) -> list[jax.Array]:
         """`part` of every member."""
-        slices, begins = joined.reshape(-1, self.ends[-1]), lax.optimization_barrier(self._begins)
+        slices = joined.reshape(-1, self.ends[-1])
+        begins = lax.optimization_barrier([np.int32(n) for n in (0, *self.ends[:-1])])
         return [self._cut(slices, i, begin) for i, begin in enumerate(begins)]
-
-    @property
-    def _begins(self) -> list[np.int32]:
-        return [np.int32(n) for n in (0, *self.ends[:-1])]
 
     def _cut(self, slices: jax.Array, i: int, begin: Any) -> jax.Array:
         # At a place that the compiler does not know: members of one shape are cut out by one kernel, compiled once.
