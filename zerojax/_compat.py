@@ -141,6 +141,16 @@ def acts_on_the_world(eqn: Any) -> bool:
     return bool(effects) or refers or eqn.primitive.name.endswith("callback")
 
 
+def holds_effect(jaxpr: Any) -> bool:
+    """Whether an equation of an open jaxpr, at any depth, does more than compute."""
+    return any(acts_on_the_world(eqn) or any(map(holds_effect, sub_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether `x` is being differentiated right where it is used, not by a trace further out."""
+    return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+
+
 def is_traced(x: Any) -> bool:
     """Whether `x` stands for a value that is not known while the program is traced."""
     return isinstance(x, Tracer)

@@ -76,9 +76,10 @@ class ZeroConfig:
             the bits of XLA's program and is not slower, "always" where there is one, "never" leaves it to XLA. The
             values are the same. The environment variable PALLAS_KERNELS says it for "auto".
         prefetch_bytes: bytes of full weights that may be gathered ahead of their use (stage 3). Outside of loops the
-            next use's weights always may, however large, and memory does not grow with the number of layers; those of a
-            layer under `jax.checkpoint` travel together, while the layer before computes. In a scanned loop so much of
-            the next layer travels while one computes. None: the compiler decides: a loop waits for its layer, and an
+            next use's weights always may, however large, and memory does not grow with the number of layers. Those of a
+            layer under `jax.checkpoint` travel together, while the layer before computes; where layers are not
+            checkpointed, uses travel together in groups of half so many bytes. In a scanned loop so much of the next
+            layer travels while one computes. None: the compiler decides: a loop waits for its layer, and an
             unrolled model holds more the more layers it has. "auto": 2**30 on GPUs; None on CPUs, where XLA overlaps
             nothing and the longer program would only be compiled longer.
         pack_bytes: bytes of full leaves (weights or gradients) that travel in one message where small leaves are needed

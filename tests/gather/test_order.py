@@ -137,8 +137,10 @@ def test_a_checkpointed_layer_travels_in_one_message_that_no_other_layer_shares(
 
 @pytest.mark.aot
 @pytest.mark.needs_cuda_plugin
-def test_unrolled_checkpointed_layers_hide_their_communication():
-    """Six layers of a GPT of 7.5 billion, 4 x 8 H100, 400 GB/s into a node: replayed, 76 % is behind compute.
+@pytest.mark.parametrize(("remat", "hidden"), [(True, 0.65), (False, 0.4)])
+def test_unrolled_layers_hide_their_communication(remat, hidden):
+    """Six layers of a GPT of 7.5 billion, 4 x 8 H100, 400 GB/s into a node: replayed, 76 % is behind compute where
+    layers are checkpointed, 48 % and more where they are not.
 
     What is not are the gather of the first layer and the last reductions, the less the more layers.
     """
@@ -146,7 +148,6 @@ def test_unrolled_checkpointed_layers_hide_their_communication():
     extents = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     one = {name: jax.ShapeDtypeStruct(extent, jnp.bfloat16) for name, extent in extents.items()}
 
-    @jax.checkpoint
     def layer(h, p):
         q, k, v = jnp.split((h @ p["qkv"]).reshape(*h.shape[:2], 3 * heads, -1), 3, axis=2)
         h = h + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(h.shape) @ p["out"]
@@ -154,7 +155,7 @@ def test_unrolled_checkpointed_layers_hide_their_communication():
 
     def loss(params, x):
         for p in params:
-            x = layer(x, p)
+            x = (jax.checkpoint(layer) if remat else layer)(x, p)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     mesh = absent_mesh("h100", 4, 8)
@@ -163,7 +164,7 @@ def test_unrolled_checkpointed_layers_hide_their_communication():
     x = jax.ShapeDtypeStruct((mesh.size, 2048, width), jnp.bfloat16, sharding=over)
     step = jax.jit(zerojax.value_and_grad(loss, layout), compiler_options=zerojax.compiler_options(layout))
     compiled = step.lower(layout.param_shapes(), x).compile()
-    assert replay_text(compiled, mesh, TARGETS["h100"], bandwidth="400GB/s").hidden_share > 0.65
+    assert replay_text(compiled, mesh, TARGETS["h100"], bandwidth="400GB/s").hidden_share > hidden
 
 
 def gathered_bytes(program):

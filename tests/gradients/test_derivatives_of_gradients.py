@@ -62,6 +62,7 @@ def derivatives(fn, p, v, x, dx):
 CASES = {
     "stage 2": (2, {}, {}, jnp.float32, FLOAT32),
     "stage 3": (3, {}, {}, jnp.float32, FLOAT32),
+    "stage 3, gathers in order": (3, {"prefetch_bytes": 2000}, {}, jnp.float32, FLOAT32),
     "stage 3, bfloat16": (3, {}, {}, jnp.bfloat16, BFLOAT16),
     "stage 3, deferred": (3, {}, {"microbatches": 2, "accumulation": "deferred"}, jnp.float32, FLOAT32),
     "stage 3, quantised": (3, QUANTIZED, {}, jnp.float32, INT8),
@@ -139,10 +140,10 @@ def test_a_derivative_through_a_train_step_equals_that_through_plain_optax(stage
     assert models.largest_error((layout.unshard(got[0]), got[1]), want) < 10 * FLOAT32
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_apply_is_differentiated_along_the_batch_in_both_modes_and_refuses_the_parameters(stage):
+@pytest.mark.parametrize(("stage", "config"), [(0, {}), (1, {}), (2, {}), (3, {}), (3, {"prefetch_bytes": 2000})])
+def test_apply_is_differentiated_along_the_batch_in_both_modes_and_refuses_the_parameters(stage, config):
     params, x = parameters(8, jnp.float32), jax.random.normal(jax.random.key(3), (8, 9))
-    layout = models.make_layout(params, "2x2", stage)
+    layout = models.make_layout(params, "2x2", stage, **config)
     apply, p = zerojax.apply(loss, layout), layout.shard(params)
     got = jax.jit(lambda p: (jax.jvp(lambda x: apply(p, x), (x,), (x,))[1], jax.grad(lambda x: apply(p, x))(x)))(p)
     want = jax.jvp(lambda x: loss(params, x), (x,), (x,))[1], jax.grad(lambda x: loss(params, x))(x)

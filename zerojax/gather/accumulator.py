@@ -76,7 +76,7 @@ def expanded_zeros(
         fed_back: by key path, the one reduction that takes the leaf's feedback.
     """
     # The rules below outlive the trace in its equations: they must not hold on to its arrays.
-    reduction, marks = object(), [] if order is None else [order.awaited_by_reduction()]
+    reduction, marks = object(), [] if order is None else order.awaited_by_reduction()
     num_marks, behind = len(marks), [] if order is None else order.reduced
 
     def zeros(grad_inputs: list[jax.Array]) -> list[jax.Array]:

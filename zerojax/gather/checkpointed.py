@@ -55,8 +55,8 @@ def ordered_checkpoint(
         arrays, (seed,), tokens, arrived, reduced = structure.unflatten(leaves)
         inner = nested()
         inner.order = Order(
-            window, seed, begun.marks_of(tokens), begun.position, joint=True, reduced=reduced,
-            starts=starts, arrived=[lax.stop_gradient(x) for x in arrived],
+            window, seed, begun.marks_of(tokens), begun.position, reduced=reduced, starts=starts,
+            arrived=[lax.stop_gradient(x) for x in arrived],
         )  # fmt: skip
         out = body(arrays, inner)
         inner.order.end_joint()

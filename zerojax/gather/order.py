@@ -8,11 +8,11 @@ way round.
 
 XLA's scheduler goes backwards through the program and keeps one collective in flight for as long as compute is left:
 of several that may start at the same point it hides one. So in a region, a layer under `jax.checkpoint`, uses wait
-together (`joint`), for the region before and no further one, and XLA's combiner makes one message of their
-gathers. It must not join those of two regions: such a message starts as late as the second can and is waited for by
-the first: a gather waits for the *arrival* of the region's before it (`arrived`), a reduction for those behind it
-(`reduced`). In the backward pass a layer's weights then travel while the layer behind is differentiated, and
-gradients while the layer before is recomputed.
+together, for the region before and no further one, and XLA's combiner makes one message of their gathers. Outside of
+regions that is true of groups of uses (`zerojax.gather.groups`). The combiner must not join those of two regions: such
+a message starts as late as the second can and is waited for by the first: a gather waits for the *arrival* of the
+region's before it (`arrived`), a reduction for those behind it (`reduced`). In the backward pass a layer's weights then
+travel while the layer behind is differentiated, and gradients while the layer before is recomputed.
 
 The compiler drops a barrier's operand whose result nobody reads: tokens are therefore handed on, each to one reader,
 and summed at the end (`behind`); what they gate must be read as it leaves the barrier. Knows nothing of what is
@@ -78,13 +78,14 @@ class Progress:
 class Order:
     """How far the program has come in one region, in bytes of weights gathered, and the tokens on the way.
 
+    Uses wait together, up to a window of them.
+
     Attributes:
         window: bytes of weights that may be gathered ahead of their use; one use ahead is always allowed.
         seed: the token that new ones are made from.
         marks: points that later uses can wait for, oldest first; never empty.
         done: tokens that nothing waits for any more.
         position: bytes gathered so far.
-        joint: whether uses wait together, up to a window of them.
         arrived: token, at most one, of the gathers that were joint before this region.
         reduced: token, at most one, that comes back once the gradients behind this region are reduced.
         starts: positions of the regions so far, this one's last.
@@ -97,13 +98,12 @@ class Order:
         marks: Sequence[Mark],
         position: int = 0,
         *,
-        joint: bool = False,
         arrived: Sequence[Token] = (),
         reduced: Sequence[Token] = (),
         starts: Sequence[int] = (),
     ) -> None:
         self.window, self.seed, self.position = window, seed, position
-        self.marks, self.done, self.joint = list(marks), list[Token](), joint
+        self.marks, self.done = list(marks), list[Token]()
         self.arrived, self.reduced, self.starts = list(arrived), list(reduced), list(starts)
         self._joint: list[Mark] = []  # what the joint uses wait for, up to that position
         self._joint_end = -1
@@ -120,20 +120,18 @@ class Order:
         for which nothing has waited."""
         if self.position + num_bytes <= self._joint_end:
             return self._joint
-        if self.joint:
-            self.end_joint()
+        self.end_joint()
         chosen = max(self._first_within(num_bytes, self.window), self._first_of_region(1))
         marks = [mark for mark in self.marks[:chosen] if not mark.waited]
         marks = [self.marks[chosen], *marks]
         for mark in marks:
             mark.waited = True
-        if self.joint:
-            self._joint, self._joint_end = marks, self.position + self.window
+        self._joint, self._joint_end = marks, self.position + self.window
         return marks
 
-    def awaited_by_reduction(self) -> Mark:
+    def awaited_by_reduction(self) -> list[Mark]:
         """The use far enough back that its gather in the backward pass can wait for a reduction made here."""
-        return self.marks[max(self._first_within(0, _REDUCED_WITHIN * self.window), self._first_of_region(2))]
+        return [self.marks[max(self._first_within(0, _REDUCED_WITHIN * self.window), self._first_of_region(2))]]
 
     def sets_mark(self, num_bytes: int) -> bool:
         """Whether a use of so many bytes is a point to wait for."""
@@ -148,8 +146,8 @@ class Order:
             others = [self.marks[-1].token, *self._arrivals]
             hand_on(self._joint, _behind_others([mark.token for mark in self._joint], others))
         self._joint, self._joint_end = [], -1
-        self._earlier_secondaries, self._secondaries = _summed(self._secondaries) or self._earlier_secondaries, []
-        self.arrived, self._arrivals = _summed(self._arrivals) or self.arrived, []
+        self._earlier_secondaries, self._secondaries = summed(self._secondaries) or self._earlier_secondaries, []
+        self.arrived, self._arrivals = summed(self._arrivals) or self.arrived, []
 
     def arrived_after(self, before: Sequence[Token]) -> list[Token]:
         """Tokens of what had arrived before this region, once its own weights are there too.
@@ -175,7 +173,7 @@ class Order:
 
     def reduced_from_here(self) -> list[Token]:
         """A token that comes back once the gradients of this region and of those behind it are reduced."""
-        return _summed(self._reductions) or self.reduced
+        return summed(self._reductions) or self.reduced
 
     def passed(self, num_bytes: int, token: Token | None, arrival: Sequence[Token]) -> None:
         """Notes a use, the token that exists since its inputs do, and that of its gathers."""
@@ -203,7 +201,7 @@ class Order:
     def _first_of_region(self, before: int) -> int:
         """The first mark of the region so many before this one: more freedom is no use to a scheduler that keeps one
         collective in flight for as long as it may."""
-        if not self.joint or len(self.starts) <= before:
+        if len(self.starts) <= before:
             return 0
         start = self.starts[-1 - before]
         return next((i for i, mark in enumerate(self.marks) if mark.position >= start), len(self.marks) - 1)
@@ -262,7 +260,8 @@ def hand_on(marks: Sequence[Mark], tokens: Sequence[Token]) -> None:
         mark.token = token
 
 
-def _summed(tokens: Sequence[Token]) -> list[Token]:
+def summed(tokens: Sequence[Token]) -> list[Token]:
+    """One token that exists once all do; none of none."""
     return [sum(tokens[1:], tokens[0])] if tokens else []
 
 

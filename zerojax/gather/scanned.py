@@ -36,7 +36,9 @@ def gathered_ahead(e: Equation, loop: Loop, inputs: Sequence[Any], flags: Sequen
     window, xs = e.scope.window, inputs[loop.first_xs :]
     stacks = [(i, x) for i, x in enumerate(xs) for _ in range(_stacks_in(x))]
     results = [v.aval for v in e.eqn.outvars[loop.carried :]]
-    if window is None or e.scope.forward_only or loop.length < 2 or not all(map(_can_be_put, results)):
+    # An effect must happen once for each layer, as it stands.
+    plain = not _compat.holds_effect(loop.body) and all(map(_can_be_put, results))
+    if window is None or e.scope.forward_only or loop.length < 2 or not plain:
         return [None] * len(stacks)
     uses = loop.uses([is_held(x) for x in inputs], flags)[loop.first_xs :]
     found = {i: _ahead(x, uses[i], e.scope) for i, x in stacks if isinstance(x, Stored)}

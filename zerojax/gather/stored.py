@@ -23,7 +23,8 @@ from zerojax.collectives.plain import Collectives
 from zerojax.gather.accumulator import GradAccumulator
 from zerojax.gather.changes import Changing
 from zerojax.gather.cotangents import after, fill, instantiated, is_inexact, take
-from zerojax.gather.order import Mark, Order, Token, hand_on, together
+from zerojax.gather.groups import GatheredWeight, GroupedOrder
+from zerojax.gather.order import Mark, Order, Token, together
 from zerojax.gather.region_packs import RegionPack, sources_of
 from zerojax.gather.views import Op, seen
 from zerojax.layout.placement import Placement
@@ -278,94 +279,93 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
     sources, packs, reads = sources_of(stored, scope)
     arrived = [None if pack is None else pack.carried for pack in packs]
     # The rules below outlive the trace in its equations: none of them may hold on to its arrays, as `stored` does.
-    movements, barrier, is_pack = [s.movement for s in sources], scope.barrier, [pack is not None for pack in packs]
-    has_arrived = [x is not None for x in arrived]
+    movements, barrier, has_arrived = [s.movement for s in sources], scope.barrier, [x is not None for x in arrived]
     order, moving = scope.order, [x is None and s.placement.is_sharded for s, x in zip(sources, arrived, strict=True)]
+    # What is gathered again behind this use comes back as the cotangent of the full weight that is handed on to it.
+    groups = order if isinstance(order, GroupedOrder) and not scope.forward_only else None
+    is_handed = [groups is not None or pack is not None for pack in packs]
     num_bytes = sum(s.placement.full_bytes for s in take(sources, moving))
     marks = [] if order is None else order.awaited(num_bytes)
     trains = any(s.grad_accumulator is not None for s in stored)
-    sets_mark = order is not None and (trains or scope.forward_only) and order.sets_mark(num_bytes)
+    may_mark = trains or scope.forward_only or groups is not None
+    sets_mark = order is not None and may_mark and order.sets_mark(num_bytes)
+    sources_held = scope.held(sources, marks)
     # Flat, since the rules below are given marked leaves, which a quantised array could not hold.
-    held, structure = jax.tree.flatten(scope.held(sources, marks))
+    held, structure = jax.tree.flatten(sources_held)
     holders = [s.gradient_holder() for s in stored if s.grad_accumulator is not None]
     has_holder = [s.grad_accumulator is not None for s in stored]
 
     def gathered(shards: Sequence[Any], carried: Sequence[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The full arrays, and the packs among the sources; `carried`: sources that are there already, or None."""
+        """The full arrays, and those handed on; `carried`: sources that are there already, or None."""
         parts = zip(movements, structure.unflatten(shards), carried, strict=True)
         fulls = [move.gathered(held) if x is None else x for move, held, x in parts]
-        return [read.of(fulls[read.source]) for read in reads], take(fulls, is_pack)
+        return [read.of(fulls[read.source]) for read in reads], take(fulls, is_handed)
 
     def merged(fulls: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         of_stored, of_rest = iter(fulls), iter(rest)
         return [next(of_stored) if is_stored else next(of_rest) for is_stored in where]
 
     def forward(shards: Sequence[Any], rest: Sequence[Any], carried: Sequence[Any], arrival: list[Token]) -> list[Any]:
-        fulls, of_packs = gathered(shards, fill([None] * len(has_arrived), has_arrived, carried))
+        fulls, handed = gathered(shards, fill([None] * len(has_arrived), has_arrived, carried))
         fulls, arrival = together(fulls, arrival)  # before any of them is used
-        return [list(apply(merged(fulls, rest))), of_packs, arrival]
+        return [list(apply(merged(fulls, rest))), handed, arrival]
 
     # One equation, which keeps its inputs and no full weight: a loop around it must not take the gather out of it.
     recomputed = jax.checkpoint(forward)
-    # Tokens: that of the mark set here, those the gathers wait for, unless they do so with others, and one that exists
-    # once they have arrived; none without an order.
-    seed = [order.seed] if sets_mark and order is not None else []
-    awaits = order is not None and not order.joint and (trains or scope.forward_only)
-    waits = [mark.token for mark in marks] if awaits else []
-    arrival = [] if order is None or not num_bytes else [order.seed]
+    # Tokens, none without an order: of the mark set here, of the gathers' arrival, and one that comes back with the
+    # cotangents. Only the last is differentiated: what has no derivative must not seem to have one.
+    seed = [lax.stop_gradient(order.seed)] if order is not None and sets_mark else []
+    arrival = [lax.stop_gradient(order.seed)] if order is not None and num_bytes else []
+    noted = groups.differentiates() if groups is not None and trains else []
 
-    def passed(out: list[Any], carried: list[Any], *tokens: list[Token]) -> list[Any]:
-        arrival, seed, waits = tokens
-        for pack, x in zip([pack for pack in packs if pack is not None], carried, strict=True):
-            pack.carried = x
-        hand_on(marks[: len(waits)], waits)
+    def passed(out: list[Any], handed: list[Any], arrival: list[Token], seed: list[Token], noted: list[Token]) -> Any:
+        weights = []
+        parts = zip(*(take(x, is_handed) for x in (packs, sources_held, movements)), handed, strict=True)
+        for pack, source_held, movement, x in parts:
+            if pack is None:
+                weights.append(GatheredWeight(source_held, movement.gathered, x))
+            else:
+                pack.carried = x
         if order is not None:
-            order.passed(num_bytes, seed[0] if seed else None, [lax.stop_gradient(x) for x in arrival])
+            arrival = [lax.stop_gradient(x) for x in arrival]
+            order.passed(num_bytes, seed[0] if seed else None, arrival)
+        if groups is not None:
+            groups.gathered(weights, noted)
         return out
 
     if scope.forward_only:
         others, seed = together(others, seed)
-        return passed(*recomputed(held, others, [], arrival), seed, waits)
+        out, handed, arrival = recomputed(held, others, [], arrival)
+        return passed(out, handed, arrival, seed, noted)
 
     @jax.custom_vjp
-    def op(
-        shards: list[Any], holders: list[Any], rest: list[Any], carried: list[Any], *tokens: list[Token]
-    ) -> _Out:
-        arrival, seed, waits = tokens
+    def op(shards: list[Any], holders: list[Any], rest: list[Any], carried: list[Any], *tokens: list[Token]) -> _Out:
+        arrival, seed, noted = tokens
         rest, seed = together(rest, seed)
-        return *forward(shards, rest, carried, arrival), seed, waits
+        return *forward(shards, rest, carried, arrival), seed, noted
 
     def fwd(shards: list[Any], holders: list[Any], rest: list[Any], *more: list[Any]) -> tuple[_Out, Any]:
-        values, inputs, carried, arrival, seed, waits = ([x.value for x in part] for part in (shards, rest, *more))
+        values, inputs, carried, arrival, seed, noted = ([x.value for x in part] for part in (shards, rest, *more))
         inputs, seed = together(inputs, seed)
         perturbed = _Perturbed(tuple(x.perturbed for x in holders), tuple(x.perturbed for x in rest))
-        out, of_packs, arrival = recomputed(values, inputs, carried, arrival)
-        return (list(out), of_packs, arrival, seed, waits), (values, inputs, waits, perturbed)
+        out, handed, arrival = recomputed(values, inputs, carried, arrival)
+        return (list(out), handed, arrival, seed, noted), (values, inputs, perturbed)
 
     def bwd(residuals: Any, outputs: tuple[list[Any], ...]) -> tuple[Any, ...]:
-        shards, rest, waited, were = residuals
+        shards, rest, were = residuals
         outs, handed_back, *tokens = outputs
         unused = all(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in outs)
         # What a later use has gathered again comes back as the cotangent of what was handed on to it.
         back = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in handed_back]
-        cotangents, arrival, mark, waits = ([instantiated(c) for c in part] for part in (outs, *tokens))
+        cotangents, arrival, seed, noted = ([instantiated(c) for c in part] for part in (outs, *tokens))
         if unused:  # called for the tokens' sake: there may be no derivative to take
-            returned = take(fill([None] * len(is_pack), is_pack, back), has_arrived)
-            return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), returned, arrival, mark, waits
-        if barrier:
-            if mark:
-                shards, mark = together(shards, mark)
-            elif waits:
-                shards, waits = together(shards, waits)
-            else:
-                shards, cotangents = after(shards, cotangents)
-        if mark:
-            real = [is_inexact(c) for c in cotangents]
-            ready, waits = together(take(cotangents, real), waits)
-            cotangents = fill(cotangents, real, ready)
-            mark = [mark[0] + x for x in waited[:1]] or mark  # read, so that recomputed gathers wait for theirs too
-        fulls, of_packs = gathered(shards, fill([None] * len(is_pack), is_pack, back))
-        returned = take(fill([None] * len(is_pack), is_pack, of_packs), has_arrived)
+            returned = take(fill([None] * len(is_handed), is_handed, back), has_arrived)
+            return [None] * len(shards), [None] * sum(has_holder), [None] * len(rest), returned, arrival, seed, noted
+        carried = fill([None] * len(is_handed), is_handed, back)
+        if barrier and any(x is None for x in carried):
+            shards, cotangents = after(shards, cotangents)
+        fulls, handed = gathered(shards, carried)
+        returned = take(fill([None] * len(is_handed), is_handed, handed), has_arrived)
         wanted = fill(has_holder, has_holder, were.holders)
         perturbed = [m and is_inexact(r) for r, m in zip(rest, were.rest, strict=True)]
 
@@ -375,11 +375,14 @@ def apply_with_gather(apply: Callable[[Sequence[Any]], Sequence[jax.Array]], arg
         _, vjp = jax.vjp(of_inputs, take(fulls, wanted), take(rest, perturbed))
         d_fulls, d_rest = vjp(cotangents)
         d_holders = fill([None] * len(were.holders), were.holders, d_fulls)
+        if noted:
+            d_rest, now = together(d_rest, [jnp.zeros_like(noted[0])])
+            noted = [noted[0] + x for x in now]
         d_rest = fill([None] * len(rest), perturbed, d_rest)
-        return [None] * len(shards), d_holders, d_rest, returned, arrival, mark, waits
+        return [None] * len(shards), d_holders, d_rest, returned, arrival, seed, noted
 
     op.defvjp(fwd, bwd, symbolic_zeros=True)
-    return passed(*op(held, holders, others, take(arrived, has_arrived), arrival, seed, waits))
+    return passed(*op(held, holders, others, take(arrived, has_arrived), arrival, seed, noted))
 
 
 _Out = tuple[list[Any], list[jax.Array], list[Token], list[Token], list[Token]]

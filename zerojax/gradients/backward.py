@@ -29,6 +29,7 @@ from zerojax.collectives.plain import unreduced
 from zerojax.collectives.select import layout_collectives
 from zerojax.gather.changes import is_scanned_directly
 from zerojax.gather.evaluate import evaluate_plain
+from zerojax.gather.groups import GroupedOrder
 from zerojax.gather.order import Mark, Order, Token, zero_token
 from zerojax.gather.regions import hoist_secondaries
 from zerojax.gather.stored import Scope, Stored
@@ -282,7 +283,7 @@ def layout_scope(
 def _order(layout: Layout, tokens: Sequence[Token]) -> Order | None:
     """The order of gathers from the start of the program, where the configuration asks for one."""
     window, (seed, first) = prefetch_window(layout.mesh, layout.config), tokens
-    return None if window is None else Order(window, seed, [Mark(0, first)])
+    return None if window is None else GroupedOrder(window, seed, [Mark(0, first)])
 
 
 def is_stored(placement: Placement, layout: Layout) -> bool:

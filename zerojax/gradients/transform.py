@@ -18,6 +18,7 @@ from zerojax import _compat
 from zerojax.collectives.select import has_secondary
 from zerojax.gradients import inputs as batches
 from zerojax.gradients.backward import forward
+from zerojax.gradients.derivatives import with_derivative
 from zerojax.gradients.eager import CompiledOnce
 from zerojax.gradients.library_errors import explained
 from zerojax.gradients.local import (
@@ -169,24 +170,28 @@ def gradient_function(
             params = batches.not_differentiated(params, _NO_SECOND_DERIVATIVE)
         batch_specs = batches.batch_specs(batch, layout, microbatches)
         rest = (model_state, *rest) if mutable else rest
-        shapes = _output_shapes(loss_fn, layout, batch, rest, microbatches)
+        shapes, is_pure = _output_shapes(loss_fn, layout, batch, rest, microbatches)
         check_loss(shapes, has_aux or mutable, weighted)
         state_shapes, aux_shapes = split_outputs(shapes, has_aux, mutable)
         if mutable:
             check_model_state(model_state, state_shapes)
 
         def doubled() -> Tree:
-            return split_outputs(_output_shapes(loss_fn, layout, batch, rest, microbatches, 2), has_aux, mutable)[1]
+            twice, _ = _output_shapes(loss_fn, layout, batch, rest, microbatches, 2)
+            return split_outputs(twice, has_aux, mutable)[1]
 
         aux_specs = batches.output_specs(aux_shapes, doubled, layout, per_example, "aux output")
         remembered, remembered_specs = wire_leaves(wire, layout), wire_specs(layout)
         kind = LossKind(has_aux, weighted, mutable, microbatches, policy, aux_specs)
 
-        def local(params: Tree, batch: Tree, rest: Any, wire: WireState, scale: Any) -> Gradients:
-            return local_gradients(
-                gathering_arguments(loss_fn), layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout),
-                wire, scale, kind,
-            )  # fmt: skip
+        def locally(layout: Layout) -> Callable[..., Any]:
+            def local(params: Tree, batch: Tree, rest: Any, wire: WireState, scale: Any) -> Gradients:
+                return local_gradients(
+                    gathering_arguments(loss_fn), layout, jax.tree.leaves(params), batch,
+                    batches.fold_keys(rest, layout), wire, scale, kind,
+                )  # fmt: skip
+
+            return _over_data_axes(layout, local, in_specs, out_specs)
 
         everywhere = PartitionSpec()
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
@@ -194,7 +199,7 @@ def gradient_function(
         rest_specs = argument_specs(rest)
         in_specs = (param_specs, batch_specs, rest_specs, remembered_specs, everywhere)
         out_specs = Gradients(everywhere, everywhere, grad_specs, aux_specs, remembered_specs, everywhere)  # type: ignore[arg-type]
-        run_locally = _over_data_axes(layout, local, in_specs, out_specs)
+        run_locally = with_derivative(locally, layout, is_pure=is_pure)
         batch = batches.compared(batch, layout, "value_and_grad")
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
         out = compiled_once(run_locally, params, batch, rest, remembered, _whole(loss_scale, layout))
@@ -240,19 +245,23 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
         batches.check_rest(rest)
         rest = without_gradient(marked_arguments(batch, rest, None, layout))
         batch_specs, rest_specs = batches.batch_specs(batch, layout), argument_specs(rest)
+        shapes, is_pure = _output_shapes(fn, layout, batch, rest)
         out_specs = batches.output_specs(
-            _output_shapes(fn, layout, batch, rest), lambda: _output_shapes(fn, layout, batch, rest, times=2), layout,
-            per_example,
-        )  # fmt: skip
-
-        def local(params: Tree, batch: Tree, rest: Any) -> Tree:
-            on_device = gathering_arguments(fn, forward_only=True)
-            out = forward(on_device, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
-            return batches.average_outputs(out, out_specs, layout)
+            shapes, lambda: _output_shapes(fn, layout, batch, rest, times=2)[0], layout, per_example
+        )
 
         param_specs = jax.tree.map(lambda p: _spec(p, layout.stage >= 3), layout.placements)
+
+        def locally(layout: Layout) -> Callable[..., Any]:
+            def local(params: Tree, batch: Tree, rest: Any) -> Tree:
+                on_device = gathering_arguments(fn, forward_only=True)
+                out = forward(on_device, layout, jax.tree.leaves(params), batch, batches.fold_keys(rest, layout))
+                return batches.average_outputs(out, out_specs, layout)
+
+            return _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs)
+
         return compiled_once(
-            _over_data_axes(layout, local, (param_specs, batch_specs, rest_specs), out_specs),
+            with_derivative(locally, layout, is_pure=is_pure),
             batches.not_differentiated(params, _APPLY_IS_FORWARD),
             batches.on_mesh(batches.compared(batch, layout, "apply"), batch_specs, layout),
             batches.on_mesh(rest, rest_specs, layout),
@@ -263,8 +272,9 @@ def apply(fn: Callable[..., Tree], layout: Layout, *, per_example: Tree = None) 
 
 def _output_shapes(
     fn: Callable[..., Any], layout: Layout, batch: Tree, rest: Any, microbatches: int = 1, times: int = 1
-) -> Tree:
-    """Shapes of the function's outputs on one device, traced where the data axes can be named.
+) -> tuple[Tree, bool]:
+    """Shapes of the function's outputs on one device, traced where the data axes can be named, and whether the function
+    has no effect and closes over nothing that is traced.
 
     `times` as many examples as in the batch. Further arguments are seen as inside `shard_map`: their sharding over the
     data axes means nothing there.
@@ -272,12 +282,16 @@ def _output_shapes(
     local_batch = batches.local_shapes(batch, layout, microbatches, times)
     leaves, structure = jax.tree.flatten(logical_arguments(rest))
     is_shape = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    found: list[Tree] = []
+    found: list[tuple[Tree, bool]] = []
 
     def probe(*given: Any) -> None:
         new = iter(given)
         shown = structure.unflatten([x if s else next(new) for x, s in zip(leaves, is_shape, strict=True)])
-        found.append(jax.eval_shape(lambda p, b, r: fn(p, b, *r), layout.logical_shapes(), local_batch, shown))
+        program, shapes = jax.make_jaxpr(lambda p, b, r: fn(p, b, *r), return_shape=True)(
+            layout.logical_shapes(), local_batch, shown
+        )
+        traced = any(map(_compat.is_traced, program.consts))
+        found.append((shapes, not traced and not _compat.holds_effect(program.jaxpr)))
 
     def on_devices(*given: Any) -> None:
         _over_data_axes(layout, probe, PartitionSpec(), None)(*_whole(given, layout))
