@@ -5,6 +5,23 @@ every operation that the compiler must see. Leaves that are needed at the same t
 move, each slice of one device being the slices of the members, one after the other, in whole blocks: values and bytes
 are those of leaves that travel by themselves. What is joined is again a leaf with a `Placement`, so that any
 `Collectives` moves it.
+
+Time to the first step of unrolled dense layers with Adam: CPU seconds to trace and lower + to compile, 8 simulated CPU
+devices as 2 x 4, 16 examples on each (a fair comparison gives each device the batch that plain JAX has: XLA takes five
+times as long for products of two rows as of 16). JAX 0.12, 2026-12-01, a machine that did other work too: +- 20 %.
+
+| leaves, width | plain `jax.jit`, one device | stage 1 | stage 2 | stage 3 | ZeRO++ |
+|---|---|---|---|---|---|
+| 240, 16: before leaves were joined in the loss by default | 0.7 + 1.5 | 1.6 + 5.5 | 3.2 + 5.7 | 4.2 + 6.5 | |
+| 240, 16 | 0.7 + 1.5 | 1.0 + 3.7 | 2.1 + 3.6 | 2.3 + 3.8 | |
+| 240, 128: before | 0.7 + 1.6 | | | | 15.2 + 49.9 |
+| 240, 128 | 0.7 + 1.6 | | | | 2.9 + 7.7 |
+| 800, 16 | 2.0 + 6.0 | 4.4 + 20.5 | | 9.5 + 18.5 | |
+| 2000, 16 | 8.6 + 28.0 | | | 23.8 + 69.4 | |
+
+Plain JAX with the batch split over the 8 devices, nothing else sharded, took 1.0 + 2.7 for the first row. Laying the
+shards of small leaves together for the optimizer's update was tried and made compiling slower (stage 3's update alone:
+2.1 to 4.3 seconds), since each leaf of the state has to be cut out again.
 """
 
 from __future__ import annotations
