@@ -55,16 +55,18 @@ smaller ones, blocks of 2048 with e4m3 scales.
 """
 
 from pallas_kernels.array import QuantFormat, QuantizedArray
-from pallas_kernels.choice import KernelNotice, Verdict, kernel_policy, prefer_kernels, verdict, verdicts
+from pallas_kernels.choice import Decision, KernelNotice, decision, decisions, kernel_policy, prefer_kernels
 from pallas_kernels.message import pack_apart, pack_bytes, to_messages, unpack_bytes
 from pallas_kernels.ops import dequantize, dequantize_sum, dequantize_sum_quantize, quantize, quantize_slices
 from pallas_kernels.slices import from_slices, to_slices
 
 __all__ = [
+    "Decision",
     "KernelNotice",
     "QuantFormat",
     "QuantizedArray",
-    "Verdict",
+    "decision",
+    "decisions",
     "dequantize",
     "dequantize_sum",
     "dequantize_sum_quantize",
@@ -78,6 +80,4 @@ __all__ = [
     "to_messages",
     "to_slices",
     "unpack_bytes",
-    "verdict",
-    "verdicts",
 ]

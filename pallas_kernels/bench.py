@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from pallas_kernels import absent_gpu, backend, gpus, mosaic, sass, selfcheck
+from pallas_kernels import backend, gpus, mosaic, sass, selfcheck, target_gpu
 from pallas_kernels.program_bytes import moved_bytes
 
 SHAPES = {
@@ -124,7 +124,7 @@ def model(op: Op, implementation: str, gpu: str) -> str:
     arrays, tree = jax.tree.flatten(op.arguments)
     call = lambda *arrays: op.function(*jax.tree.unflatten(tree, arrays), implementation=implementation)  # noqa: E731
     with sass.dumping() as place:
-        compiled = absent_gpu.compile_for(call, arrays, gpu)
+        compiled = target_gpu.compile_for(call, arrays, gpu)
         codes = sass.read(place, op.plan.programs.trips if op.plan and op.plan.programs else 1)
     total, kernels = moved_bytes(compiled.as_text())
     memory = total / facts.memory_bandwidth
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["70b-attention"])
     parser.add_argument("--gpu", choices=gpus.TARGETS, default="h100", help="GPU to compile for if none is here")
     options = parser.parse_args(arguments)
-    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
+    if not target_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # the CUDA plugin is here to compile, and would look for CUDA
     here = jax.devices()[0]
     on_gpu = here.platform == "gpu"
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in measured(options.shapes):
             print(line, flush=True)
         return
-    missing = absent_gpu.plugin_missing()
+    missing = target_gpu.plugin_missing()
     print(f"jax {jax.__version__}, {gpus.TARGETS[options.gpu].name} (absent)")
     if missing:
         print("ideal MB; nothing here is compiled or measured")

@@ -1,7 +1,7 @@
-"""Whether the kernel of a variant runs where nothing was said: the first GPU is the judge.
+"""Whether the kernel of a variant runs where nothing was said: the first GPU decides.
 
 The first use of a variant on a GPU compiles kernel and reference, compares them bit for bit and times both
-(`selfcheck`); the kernel is taken where it is equal and not slower. The verdict holds for the process, and lies in a
+(`selfcheck`); the kernel is taken where it is equal and not slower. The decision holds for the process, and lies in a
 small file for the next one: of this device kind, driver, JAX version and package, and of no other. Within a job the
 first process decides and the others follow, as all must run one program. Knows neither ops nor kernels.
 """
@@ -38,7 +38,7 @@ class KernelNotice(UserWarning):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What the check of one variant found.
 
     Attributes:
@@ -86,7 +86,7 @@ _policy: contextvars.ContextVar[Policy] = contextvars.ContextVar("pallas_kernels
 _preferred: bool | None = None
 _changes = 0
 _agreed: dict[int, Policy] = {}
-_verdicts: dict[tuple[str, str], Verdict] = {}
+_decisions: dict[tuple[str, str], Decision] = {}
 _deciding = threading.RLock()
 
 
@@ -172,32 +172,32 @@ def takes_kernel(variant: Any) -> bool:
         variant: hashable description of the call without its shapes; its string names it.
     """
     policy = policy_of_the_job()
-    return policy == "always" or (policy == "auto" and verdict(variant).takes_kernel)
+    return policy == "always" or (policy == "auto" and decision(variant).takes_kernel)
 
 
-def verdict(variant: Any) -> Verdict:
+def decision(variant: Any) -> Decision:
     """What the check says of a variant on this device; made at first use, never twice in a process."""
     device = probe()
     if device is None:
-        return Verdict(False, "no GPU here to check it on")
+        return Decision(False, "no GPU here to check it on")
     identity, name = identity_of(device), str(variant)
     with _deciding:
-        if (identity, name) not in _verdicts:
+        if (identity, name) not in _decisions:
             given = _compat.from_first_process(
                 f"pallas_kernels/{name}", lambda: json.dumps(dataclasses.asdict(_made(variant, device, identity)))
             )
-            _verdicts[identity, name] = Verdict(**json.loads(given))
-            _report(name, device, _verdicts[identity, name])
-        return _verdicts[identity, name]
+            _decisions[identity, name] = Decision(**json.loads(given))
+            _report(name, device, _decisions[identity, name])
+        return _decisions[identity, name]
 
 
-def verdicts() -> dict[str, Verdict]:
-    """The verdicts of this process by the names of their variants."""
-    return {name: found for (_, name), found in _verdicts.items()}
+def decisions() -> dict[str, Decision]:
+    """The decisions of this process by the names of their variants."""
+    return {name: found for (_, name), found in _decisions.items()}
 
 
-def _made(variant: Any, device: Probe, identity: str) -> Verdict:
-    if (kept := _read_verdict(read_cache().get(identity, {}).get(str(variant)))) is not None:
+def _made(variant: Any, device: Probe, identity: str) -> Decision:
+    if (kept := _read_decision(read_cache().get(identity, {}).get(str(variant)))) is not None:
         return kept
     from pallas_kernels import selfcheck  # it runs the ops, which ask here
 
@@ -207,25 +207,25 @@ def _made(variant: Any, device: Probe, identity: str) -> Verdict:
     return found
 
 
-def _read_verdict(kept: Any) -> Verdict | None:
-    """A verdict of the file; None where it is none: whoever wrote it, a word for a truth value must not decide."""
-    if not isinstance(kept, dict) or kept.keys() != {field.name for field in dataclasses.fields(Verdict)}:
+def _read_decision(kept: Any) -> Decision | None:
+    """A decision of the file; None where it is none: whoever wrote it, a word for a truth value must not decide."""
+    if not isinstance(kept, dict) or kept.keys() != {field.name for field in dataclasses.fields(Decision)}:
         return None
     numbers = (kept["ratio"], kept["bytes_per_second"])
     right = isinstance(kept["takes_kernel"], bool) and isinstance(kept["faulty"], bool)
     right = right and isinstance(kept["reason"], str) and all(x is None or isinstance(x, float) for x in numbers)
-    return Verdict(**kept) if right and not (kept["takes_kernel"] and kept["faulty"]) else None
+    return Decision(**kept) if right and not (kept["takes_kernel"] and kept["faulty"]) else None
 
 
-def _in_a_thread(function: Callable[[], Verdict]) -> Verdict:
-    results: list[Verdict] = []
+def _in_a_thread(function: Callable[[], Decision]) -> Decision:
+    results: list[Decision] = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     thread.join()
-    return results[0] if results else Verdict(False, "the check itself failed", faulty=True)
+    return results[0] if results else Decision(False, "the check itself failed", faulty=True)
 
 
-def _report(name: str, device: Probe, found: Verdict) -> None:
+def _report(name: str, device: Probe, found: Decision) -> None:
     if found.faulty:
         warnings.warn(
             f"the kernel {name} is not taken on {device.kind} ({device.driver}, JAX {jax.__version__}): "
@@ -236,7 +236,7 @@ def _report(name: str, device: Probe, found: Verdict) -> None:
 
 
 def identity_of(device: Probe) -> str:
-    """What a verdict holds for: device kind, driver, JAX, and the sources of this package."""
+    """What a decision holds for: device kind, driver, JAX, and the sources of this package."""
     return f"{device.kind} | {device.driver} | jax {jax.__version__} | pallas_kernels {_sources()}"
 
 
@@ -251,7 +251,7 @@ def _sources() -> str:
 
 
 def cache_path() -> Path:
-    """The file of verdicts: readable, safe to delete; PALLAS_KERNELS_CACHE names another."""
+    """The file of decisions: readable, safe to delete; PALLAS_KERNELS_CACHE names another."""
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
     if sys.platform == "darwin":
@@ -260,11 +260,11 @@ def cache_path() -> Path:
         folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     else:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "pallas_kernels" / "verdicts.json"
+    return folder / "pallas_kernels" / "decisions.json"
 
 
 def read_cache() -> dict[str, dict[str, Any]]:
-    """Verdicts of the file by identity and variant; empty where there is none that can be read."""
+    """Decisions of the file by identity and variant; empty where there is none that can be read."""
     try:
         found = json.loads(cache_path().read_text())
     except (OSError, ValueError, RuntimeError):
@@ -272,8 +272,8 @@ def read_cache() -> dict[str, dict[str, Any]]:
     return found if isinstance(found, dict) and all(isinstance(v, dict) for v in found.values()) else {}
 
 
-def write_cache(identity: str, name: str, found: Verdict) -> None:
-    """Adds a verdict to the file, which is replaced whole; one that cannot be written is left alone."""
+def write_cache(identity: str, name: str, found: Decision) -> None:
+    """Adds a decision to the file, which is replaced whole; one that cannot be written is left alone."""
     with contextlib.suppress(OSError, RuntimeError):
         path = cache_path()
         path.parent.mkdir(parents=True, exist_ok=True)

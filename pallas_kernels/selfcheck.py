@@ -1,4 +1,4 @@
-"""The check behind a verdict: kernel against reference on one device, bit for bit and by the clock.
+"""The check behind a decision: kernel against reference on one device, bit for bit and by the clock.
 
 Both are compiled for a small input and for one of real size. Inputs span what a gradient may hold: many magnitudes,
 zeros, NaN, Inf, subnormals and the largest number. Which NaN an operation gives is the device's choice.
@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.choice import Probe, Verdict
+from pallas_kernels.choice import Decision, Probe
 from pallas_kernels.variants import Variant
 
 RUNS, ROUNDS = 10, 5
 
 
-def check(variant: Variant, device: Probe) -> Verdict:
-    """Compares and times one variant; whatever fails is a verdict against the kernel, never an exception."""
+def check(variant: Variant, device: Probe) -> Decision:
+    """Compares and times one variant; whatever fails is a decision against the kernel, never an exception."""
     ratio, rate = None, None
     for size in device.sizes:
         # Of a sum, all contributions together are of that size.
@@ -31,21 +31,22 @@ def check(variant: Variant, device: Probe) -> Verdict:
         sized = dataclasses.replace(variant, elements=elements)
         try:
             if problems := sized.plan().problems:
-                return Verdict(False, f"no kernel for {elements} elements: {'; '.join(problems)}")
+                return Decision(False, f"no kernel for {elements} elements: {'; '.join(problems)}")
             arguments = inputs(sized)
             reference = jax.jit(sized.function(implementation="xla"))
             kernel = jax.jit(sized.function(**device.how))
             wanted, got = reference(*arguments), kernel(*arguments)
             if unequal := different(wanted, got):
-                return Verdict(False, f"it differs from the reference in {unequal} at {elements} elements", faulty=True)
+                reason = f"it differs from the reference in {unequal} at {elements} elements"
+                return Decision(False, reason, faulty=True)
             taken = seconds(kernel, arguments)
             ratio, rate = taken / seconds(reference, arguments), sized.ideal_bytes * elements / taken
         except Exception as error:  # a compiler or a driver may raise anything
             first = (str(error).strip() or repr(error)).splitlines()[0][:300]
-            return Verdict(False, f"it failed at {elements} elements: {type(error).__name__}: {first}", faulty=True)
+            return Decision(False, f"it failed at {elements} elements: {type(error).__name__}: {first}", faulty=True)
     assert ratio is not None
     words = f"equal to the reference, {ratio:.2f} of the time of XLA's program"
-    return Verdict(ratio <= 1.0, words, ratio, bytes_per_second=rate)
+    return Decision(ratio <= 1.0, words, ratio, bytes_per_second=rate)
 
 
 def inputs(variant: Variant) -> tuple[Any, ...]:

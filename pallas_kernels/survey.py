@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from pallas_kernels import absent_gpu, gpus, sass
+from pallas_kernels import gpus, sass, target_gpu
 from pallas_kernels.array import TILE, QuantFormat
 from pallas_kernels.variants import ELEMENTS, Variant
 
@@ -82,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu", choices=gpus.TARGETS, default="h100")
     parser.add_argument("--only", default="", help="variants whose name has this text in it")
     options = parser.parse_args(arguments)
-    if missing := absent_gpu.plugin_missing() or sass.disassembler_missing():
+    if missing := target_gpu.plugin_missing() or sass.disassembler_missing():
         parser.error(missing)
-    if not absent_gpu.has_nvidia_gpu():
+    if not target_gpu.has_nvidia_gpu():
         jax.config.update("jax_platforms", "cpu")
     columns = "registers, spilled bytes, moved / ideal bytes, issue / memory time, KiB in flight"
     print(f"jax {jax.__version__}, {gpus.TARGETS[options.gpu].name} (absent): {columns}")

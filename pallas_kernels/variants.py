@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import absent_gpu, mosaic, sass
+from pallas_kernels import mosaic, sass, target_gpu
 from pallas_kernels.array import QuantFormat, QuantizedArray
 from pallas_kernels.backend import Plan
 
@@ -133,5 +133,5 @@ class Variant:
         arrays, tree = jax.tree.flatten(self.shapes())
         function, programs = self.function(implementation="mosaic_gpu"), self.plan().programs
         with sass.dumping() as place:
-            compiled = absent_gpu.compile_for(lambda *a: function(*jax.tree.unflatten(tree, a)), arrays, gpu)
+            compiled = target_gpu.compile_for(lambda *a: function(*jax.tree.unflatten(tree, a)), arrays, gpu)
             return compiled, sass.read(place, programs.trips if programs else 1)

@@ -45,7 +45,7 @@ def compile_once(lowered: Any, mesh: jax.sharding.Mesh, target: str, options: di
 
     Args:
         lowered: `jax.jit(f).lower(*args)`.
-        mesh: the mesh of its shardings, of `absent_mesh(target, ..)`.
+        mesh: the mesh of its shardings, of `target_mesh(target, ..)`.
         target: the GPU's name.
         options: of the compile.
     """

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.hlo.program import read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 BLOCKS = {"min_quantize_size": 0, "quantize_gradients": ("int8", "int4")}
 CONFIGS = {
@@ -69,7 +69,7 @@ def test_values_and_bytes_are_those_of_leaves_that_travel_by_themselves(name: st
 @pytest.mark.needs_cuda_plugin
 @pytest.mark.parametrize(("pack_bytes", "messages"), [(2**20, 1), (0, 3)])
 def test_quantised_gradients_of_small_layers_are_one_message_a_hop_on_gpus(pack_bytes: int, messages: int) -> None:
-    mesh, params = absent_mesh("h100", 2, 4), jax.eval_shape(lambda: make_params("bfloat16"))
+    mesh, params = target_mesh("h100", 2, 4), jax.eval_shape(lambda: make_params("bfloat16"))
     config = zerojax.ZeroConfig.zero_plus_plus(min_quantize_size=0, min_shard_size=2**14, pack_bytes=pack_bytes)
     layout = zerojax.partition(params, mesh, config)
     placed = NamedSharding(mesh, PartitionSpec(("node", "local")))

@@ -8,7 +8,7 @@ import pytest
 import zerojax
 from tests.models import largest_error, make_layout
 from zerojax.hlo.program import read_program
-from zerojax.planner.gpus import TARGETS, absent_mesh
+from zerojax.planner.gpus import TARGETS, target_mesh
 from zerojax.planner.replay import replay_text
 
 WIDTH = 512
@@ -88,7 +88,7 @@ def compiled_for_gpus(layers, remat, window, *, scanned=False, **options):
     lead = (layers,) if scanned else ()
     one = {name: jax.ShapeDtypeStruct((*lead, *extent), jnp.bfloat16) for name, extent in extents.items()}
     params = {"layers": one if scanned else [one] * layers}
-    layout = zerojax.partition(params, absent_mesh("h100", 4, 8), zerojax.ZeroConfig(prefetch_bytes=window))
+    layout = zerojax.partition(params, target_mesh("h100", 4, 8), zerojax.ZeroConfig(prefetch_bytes=window))
     over = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec(("node", "local")))
     x = jax.ShapeDtypeStruct((layout.mesh.size * 256, WIDTH), jnp.bfloat16, sharding=over)
     loss = (scanned_loss if scanned else unrolled_loss)(remat, **options)
@@ -158,7 +158,7 @@ def test_unrolled_layers_hide_their_communication(remat, hidden):
             x = (jax.checkpoint(layer) if remat else layer)(x, p)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    mesh = absent_mesh("h100", 4, 8)
+    mesh = target_mesh("h100", 4, 8)
     layout = zerojax.partition([one] * layers, mesh, zerojax.ZeroConfig())
     over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("node", "local")))
     x = jax.ShapeDtypeStruct((mesh.size, 2048, width), jnp.bfloat16, sharding=over)

@@ -14,7 +14,7 @@ from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import CompiledProgram, read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 ALL = {"quantize_weights": "int8", "secondary": True, "quantize_gradients": ("int8", "int4")}
 
@@ -100,7 +100,7 @@ def perceptron_loss(params, batch):
 
 @functools.cache
 def compiled(stage: Any, accumulation: str, count: int) -> CompiledProgram:
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     extents = {"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH), "scale": (LAYERS, WIDTH)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in extents.items()}
     config = zerojax.ZeroConfig(**ALL) if stage == "++" else zerojax.ZeroConfig(stage=stage)

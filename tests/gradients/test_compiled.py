@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.hlo.program import CompiledProgram, expect_collectives, read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 pytestmark = pytest.mark.needs_cuda_plugin
 AOT = pytest.mark.aot
@@ -70,7 +70,7 @@ def compiled(*which, **more) -> Compiled:
 @functools.cache
 def compiled_once(one: Program) -> Compiled:
     nodes, local, stage, remat, by, layers, width, delayed, window = one
-    mesh = absent_mesh("h100", nodes, local)
+    mesh = target_mesh("h100", nodes, local)
     config = zerojax.ZeroConfig(stage=stage, prefetch_bytes=window)
     layout = zerojax.partition(models.transformer_shapes(layers, width, TOKENS), mesh, config)
     tx = zerojax.zero(optax.adamw(1e-3), layout)
@@ -235,7 +235,7 @@ def test_stage_two_gathers_no_weight_before_the_update():
 
 
 def test_tensor_parallel_weights_are_not_gathered_over_their_axis():
-    mesh = absent_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
+    mesh = target_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
     specs = {
         "embed": P(),
         "layers": {"qkv": P(None, None, "model"), "out": P(None, "model"), "up": P(None, None, "model"),

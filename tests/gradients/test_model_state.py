@@ -15,7 +15,7 @@ from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 PARAMS = {"first": jnp.linspace(-1, 1, 9 * 24).reshape(9, 24), "last": jnp.linspace(1, -1, 24 * 5).reshape(24, 5)}
 STATE = {"mean": jnp.zeros(24), "var": jnp.ones(24), "count": jnp.int32(0)}
@@ -162,7 +162,7 @@ def test_tokens_are_the_sum_of_all_weights():
 @pytest.mark.needs_cuda_plugin
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.aot), 3])
 def test_metrics_clipping_and_skipping_send_nothing_but_scalars(stage):
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     width, over_batch = 1024, NamedSharding(mesh, P(("node", "local")))
     extents = {"w": (width, 4 * width), "v": (4 * width, width)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in extents.items()}

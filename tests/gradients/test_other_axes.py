@@ -19,7 +19,7 @@ from tolerances import FLOAT32
 
 import zerojax
 from zerojax.hlo.program import read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 EXPERTS, WIDTH, HIDDEN, LENGTH = 4, 16, 24, 6
 
@@ -134,7 +134,7 @@ def test_weight_deltas_are_those_of_each_part_of_the_leaf():
 
 @pytest.mark.aot
 def test_expert_weights_are_neither_gathered_nor_reduced_over_their_axis():
-    mesh = absent_mesh("h100", 2, 8, ("node", "local", "expert"), shape=(2, 4, 2))
+    mesh = target_mesh("h100", 2, 8, ("node", "local", "expert"), shape=(2, 4, 2))
     extents = shapes(8, 1024, 2048)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in extents.items()}
     specs = {name: SPECS["expert"].get(name, P()) for name in params}

@@ -18,7 +18,7 @@ from tolerances import FLOAT32
 import pallas_kernels
 import zerojax
 from zerojax.hlo.program import read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 LAYERS, WIDTH, RANK = 2, 24, 3
 
@@ -163,7 +163,7 @@ def test_thawing_keeps_the_stored_parameters_and_needs_only_another_layout():
 
 @functools.cache
 def compiled(layers):
-    mesh, width = absent_mesh("h100", 2, 8), 1024
+    mesh, width = target_mesh("h100", 2, 8), 1024
     params = jax.eval_shape(lambda: make_params(layers, width, 16))
     layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(), trainable=is_low_rank)
     over_batch = NamedSharding(mesh, P(("node", "local")))

@@ -13,7 +13,7 @@ from tolerances import FLOAT32
 import zerojax
 from zerojax.hlo.program import read_program
 from zerojax.layout.layout import StoredParams
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 BATCH = models.dense_batches(1, 56)[0]
 
@@ -168,7 +168,7 @@ def test_a_derivative_with_respect_to_marked_parameters_is_refused(student, teac
 
 @pytest.mark.needs_cuda_plugin
 def test_a_scanned_teacher_is_gathered_one_layer_at_a_time():
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     layers, width = 4, 1024
     shapes = {"w": jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16)}
     layout = zerojax.partition(shapes, mesh, zerojax.ZeroConfig(stage=3))

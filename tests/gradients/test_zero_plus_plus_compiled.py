@@ -20,7 +20,7 @@ import pallas_kernels
 import zerojax
 from zerojax.hlo.program import CompiledProgram, read_program
 from zerojax.hlo.text import element_bits, parse_module
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 from zerojax.planner.models import GPT_SHAPES, gpt
 
 pytestmark = pytest.mark.needs_cuda_plugin
@@ -79,7 +79,7 @@ def compiled(
     kernels: bool = False, **options: Any,
 ) -> Compiled:  # fmt: skip
     """Loss and gradient of a GPT or of the perceptron, compiled for H100s."""
-    mesh = absent_mesh("h100", nodes, local)
+    mesh = target_mesh("h100", nodes, local)
     if model in GPT_SHAPES:
         subject = gpt(GPT_SHAPES[model])
         loss_fn, params, batch = subject.loss_fn, subject.params, subject.batch
@@ -257,7 +257,7 @@ def test_no_pass_over_a_whole_leaf_beyond_quantising_and_dequantising(kernels):
 
 @AOT
 def test_tensor_parallel_leaves_are_not_gathered_over_their_axis():
-    mesh = absent_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
+    mesh = target_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
     loss_fn, params, batch = perceptron()
     specs = {"up": P(None, None, "model"), "down": P(None, "model"), "scale": P(), "up_bias": P(), "down_bias": P()}
     layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(**ALL), specs=specs)

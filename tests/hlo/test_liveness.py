@@ -119,9 +119,9 @@ def attention_loss(weights, h):
 @pytest.mark.aot
 @pytest.mark.needs_cuda_plugin
 def test_the_peak_is_the_compilers_within_a_tenth_and_the_scores_are_found():
-    from zerojax.planner.gpus import absent_mesh, load_target
+    from zerojax.planner.gpus import load_target, target_mesh
 
-    mesh = absent_mesh(load_target("h100"), 1, 2, ("node", "local"))
+    mesh = target_mesh(load_target("h100"), 1, 2, ("node", "local"))
     on = lambda dims, spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))  # noqa: E731
     length, heads, batch = 1024, 4, 4
     shapes = on((3, 128, 128), PartitionSpec()), on((2 * batch, length, heads, 128), PartitionSpec(("node", "local")))

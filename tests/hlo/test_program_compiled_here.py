@@ -9,7 +9,7 @@ from programs import build
 from programs.kept import MESH, VERSIONS, kept, rows
 
 from zerojax.hlo.program import expect_collectives, read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 # ---------------------------------------------------------------- programs compiled here, for GPUs
 
@@ -17,7 +17,7 @@ from zerojax.planner.gpus import absent_mesh
 @pytest.mark.aot
 @pytest.mark.parametrize(("num_nodes", "num_local"), [(48, 8), (7, 8)])
 def test_a_gradient_compiled_for_a_cluster_moves_exactly_the_weights(num_nodes, num_local):
-    mesh = absent_mesh("h100", num_nodes, num_local)
+    mesh = target_mesh("h100", num_nodes, num_local)
     num_devices = num_nodes * num_local
     width = 16 * num_devices if num_devices > 16 else build.WIDTH
     compiled = build.layers(mesh, rows=width)
@@ -43,13 +43,13 @@ def test_a_gradient_compiled_for_a_cluster_moves_exactly_the_weights(num_nodes, 
 @pytest.mark.aot
 @pytest.mark.parametrize("name", ["kinds", "combined", "nested"])
 def test_a_program_compiled_here_reads_like_the_kept_texts(name):
-    program = read_program(build.PROGRAMS[name](absent_mesh("h100", 2, 8)), MESH)
+    program = read_program(build.PROGRAMS[name](target_mesh("h100", 2, 8)), MESH)
     assert {rows(kept(name, version)) == rows(program) for version in VERSIONS} == {True}
 
 
 @pytest.mark.aot
 def test_a_loop_body_written_twice_and_peeled_keeps_all_totals():
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     known = jax.__version__ in VERSIONS
     plain = kept("layers", jax.__version__) if known else read_program(build.layers(mesh), mesh)
     doubled = read_program(build.layers(mesh, options={"xla_gpu_enable_while_loop_double_buffering": True}), mesh)
@@ -62,7 +62,7 @@ def test_a_loop_body_written_twice_and_peeled_keeps_all_totals():
 
 @pytest.mark.needs_cuda_plugin
 def test_int4_travels_packed():
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
 
     def function(x):
         return jax.lax.all_to_all(x, "node", 0, 0, tiled=True)
@@ -75,7 +75,7 @@ def test_int4_travels_packed():
 
 @pytest.mark.needs_cuda_plugin
 def test_axes_are_those_of_a_mesh_whose_devices_are_in_another_order():
-    ordered = absent_mesh("h100", 2, 4)
+    ordered = target_mesh("h100", 2, 4)
     mesh = Mesh(ordered.devices.T, ("local", "node"))
 
     def function(x):

@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from pallas_kernels import absent_gpu, bench
+from pallas_kernels import bench, target_gpu
 
 pytestmark = pytest.mark.aot
 SHAPE = (2048, 8192)
@@ -51,7 +51,7 @@ def test_the_table_says_that_nothing_was_measured(capsys, monkeypatch):
     monkeypatch.setattr(bench, "ops", lambda shape: [OPS["quantize int8/128"]])
     bench.main(["--shapes", "1b-mlp", "--gpu", "h200"])
     printed = capsys.readouterr().out
-    assert absent_gpu.GPUS["h200"].name + " (absent)" in printed
+    assert target_gpu.GPUS["h200"].name + " (absent)" in printed
     assert "nothing here is measured" in printed
     rows = [line for line in printed.splitlines() if line.startswith("1b-mlp")]
     assert [re.split(r"\s{2,}", row)[2].strip() for row in rows] == ["xla", "mosaic_gpu"]
@@ -59,7 +59,7 @@ def test_the_table_says_that_nothing_was_measured(capsys, monkeypatch):
 
 def test_without_the_compiler_it_says_what_it_cannot_know(capsys, monkeypatch):
     monkeypatch.setattr(bench, "ops", lambda shape: [OPS["quantize int8/128"]])
-    monkeypatch.setattr(absent_gpu, "plugin_missing", lambda: "no plugin: pip install it")
+    monkeypatch.setattr(target_gpu, "plugin_missing", lambda: "no plugin: pip install it")
     bench.main(["--shapes", "1b-mlp"])
     printed = capsys.readouterr().out
     assert "nothing here is compiled or measured" in printed

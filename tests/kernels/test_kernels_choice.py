@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_formats import INT4_TILED
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, backend, mosaic, survey
+from pallas_kernels import _compat, backend, mosaic, survey, target_gpu
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((16, 1024)), jnp.float32)
 KERNEL_MARK = "mosaic_gpu"
@@ -45,13 +45,13 @@ def test_kernels_that_no_gpu_has_run_are_not_taken_unasked():
 
 
 @pytest.mark.needs_cuda_plugin
-def test_the_same_program_compiles_to_kernels_for_an_absent_gpu():
+def test_the_same_program_compiles_to_kernels_for_an_target_gpu():
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    text = absent_gpu.compile_for(middle, [shape], "h100").as_text()
+    text = target_gpu.compile_for(middle, [shape], "h100").as_text()
     assert text.count(KERNEL_MARK) >= 3
-    plain = absent_gpu.compile_for(functools.partial(pk.quantize, implementation="xla"), [shape], "h100").as_text()
+    plain = target_gpu.compile_for(functools.partial(pk.quantize, implementation="xla"), [shape], "h100").as_text()
     assert KERNEL_MARK not in plain
-    back = absent_gpu.compile_for(lambda x: pk.dequantize(pk.quantize(x, implementation="xla")), [shape], "h100")
+    back = target_gpu.compile_for(lambda x: pk.dequantize(pk.quantize(x, implementation="xla")), [shape], "h100")
     assert KERNEL_MARK not in back.as_text()
 
 
@@ -63,8 +63,8 @@ def test_the_same_program_compiles_to_kernels_for_an_absent_gpu():
         *(pytest.param(*more, marks=pytest.mark.aot) for more in ((True, False), (False, True), (False, False))),
     ],
 )
-def test_kernels_compile_inside_shard_map_for_absent_gpus(nested, check_vma):
-    topology = absent_gpu.topology("h100", "1x2x4")
+def test_kernels_compile_inside_shard_map_for_target_gpus(nested, check_vma):
+    topology = target_gpu.topology("h100", "1x2x4")
     mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(4, 2), ("d", "model"))
 
     def exchange(x):

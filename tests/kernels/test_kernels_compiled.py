@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from kernel_formats import FP4, FP4_TILED, INT4, INT4_TILED, INT8, INT8_ONE_BLOCK_A_TILE, ROTATED, ROTATED_TILED
 
-from pallas_kernels import QuantFormat, _compat, absent_gpu, gpus, sass, survey
+from pallas_kernels import QuantFormat, _compat, gpus, sass, survey, target_gpu
 
 pytestmark = pytest.mark.needs_cuda_plugin
 AOT = pytest.mark.aot
@@ -146,7 +146,7 @@ def test_a_second_generation_in_one_process_is_refused_by_name_not_by_the_assemb
             CASES[0].compile(gpu)
         # Programs without kernels are assembled as told.
         shape = jax.ShapeDtypeStruct((64,), jnp.float32)
-        assert absent_gpu.compile_for(lambda x: x + 1, [shape], gpu).as_text()
+        assert target_gpu.compile_for(lambda x: x + 1, [shape], gpu).as_text()
 
 
 @AOT

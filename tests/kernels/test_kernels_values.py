@@ -31,7 +31,7 @@ from kernel_formats import (
 )
 
 import pallas_kernels as pk
-from pallas_kernels import _compat, absent_gpu, backend, sass
+from pallas_kernels import _compat, backend, sass, target_gpu
 
 compile_kernel = _compat.mosaic_kernel
 codes: dict[str, ptx_machine.Code] = {}
@@ -40,7 +40,7 @@ codes: dict[str, ptx_machine.Code] = {}
 def code_of(kernel, shapes):
     """What the compiler makes of a kernel for an H100; one that it has seen before it does not dump again."""
     with sass.dumping() as place:
-        program = absent_gpu.compile_for(kernel, shapes, "h100").as_text()
+        program = target_gpu.compile_for(kernel, shapes, "h100").as_text()
         # A jaxpr would not do as a key: it does not show what `inline_mgpu` says.
         (key,) = re.findall(r'custom_call_target="mosaic_gpu.*backend_config=(.*)', program)
         if key not in codes:

@@ -12,7 +12,7 @@ import pytest
 
 import zerojax
 from zerojax.hlo.program import CompiledProgram, read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 # A matrix for every device or more, fewer matrices than devices, one whose columns need padding; tall, wide and padded.
 SHAPES = {
@@ -38,7 +38,7 @@ def kind(tree):
 @functools.cache
 def compiled() -> tuple[CompiledProgram, zerojax.Layout]:
     """One update on 2 x 8 H100. "looped" has coefficients for each step, and iterates in a loop; the others unroll."""
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(stage=3, min_shard_size=1024))
     tx = zerojax.zero(optax.partition({"looped": muon(ns_coeffs="dion"), "others": muon()}, kind), layout)

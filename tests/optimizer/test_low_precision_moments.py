@@ -13,7 +13,7 @@ import pytest
 import zerojax
 from zerojax.hlo.program import memory_figures, read_program
 from zerojax.optimizer.moments import BlockMoment
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 from zerojax.planner.memory import model_state_bytes
 
 KINDS = ("bfloat16", "int8")
@@ -133,7 +133,7 @@ def test_saved_and_restored_into_another_layout(tmp_path):
 
 @pytest.mark.needs_cuda_plugin
 def test_on_gpus_nothing_is_communicated_and_memory_is_as_predicted():
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     shapes = {"stack": (4, 1024, 2048), "tall": (4096, 1000), "bias": (2048,)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(stage=3, min_shard_size=1024))

@@ -12,7 +12,7 @@ import pytest
 
 import zerojax
 from zerojax.hlo.program import read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 
 RATE = 2.0**-6  # times a gradient it is exact, so that no fused multiplication rounds otherwise than another
 DTYPES = [jnp.bfloat16, jnp.float16]
@@ -168,7 +168,7 @@ def test_loading_parameters_alone_from_a_checkpoint_is_an_edit(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_looking_for_edits_sends_nothing(stage, dtype):
     """Compiled for 2 x 8 H100: all that the update sends is what it gathers anyway, in the narrow dtype."""
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     shapes = {"even": (1024, 512), "padded": (1000, 509), "small": (7,)}
     params = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}
     layout = zerojax.partition(params, mesh, zerojax.ZeroConfig(stage=stage))

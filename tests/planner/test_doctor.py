@@ -61,8 +61,8 @@ def test_in_words_it_plans_with_the_measured_bandwidths_for_a_target(capsys, mon
 
 def test_kernels_are_told_with_their_share_of_a_copy(monkeypatch):
     rates = {"takes_kernel": True, "reason": "equal to the reference, 0.50 of the time of XLA's program"}
-    found = pallas_kernels.choice.Verdict(**rates, ratio=0.5, bytes_per_second=1.5e12)
-    monkeypatch.setattr(doctor.pallas_kernels, "verdict", lambda variant: found)
+    found = pallas_kernels.choice.Decision(**rates, ratio=0.5, bytes_per_second=1.5e12)
+    monkeypatch.setattr(doctor.pallas_kernels, "decision", lambda variant: found)
     unknown = []
     kernels = doctor._kernels(2e12, unknown)
     assert unknown == []

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.planner import gpus as gpu_targets
-from zerojax.planner.gpus import TARGETS, GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
+from zerojax.planner.gpus import TARGETS, GpuTarget, PluginMissing, check_plugin, load_target, target_mesh
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def installed(monkeypatch, versions: dict[str, str]) -> None:
 def test_without_the_plugin_the_error_is_the_command_that_adds_it(monkeypatch):
     installed(monkeypatch, {"jaxlib": "0.12.0.1"})
     with pytest.raises(PluginMissing) as caught:
-        absent_mesh("h100", 2, 8)
+        target_mesh("h100", 2, 8)
     command = "pip install --no-deps jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1"
     assert str(caught.value).endswith(command)
     assert "\n" not in str(caught.value)
@@ -131,13 +131,13 @@ def test_the_plugin_for_cuda_12_will_do(monkeypatch):
 )
 def test_a_mesh_that_does_not_fit_the_machines_is_refused(axis_names, shape, complaint):
     with pytest.raises(ValueError, match=complaint):
-        absent_mesh("h100", 2, 8, axis_names, shape=shape)
+        target_mesh("h100", 2, 8, axis_names, shape=shape)
 
 
 @pytest.mark.needs_cuda_plugin
 @pytest.mark.parametrize(("num_nodes", "devices_per_node"), [(1, 1), (1, 8), (2, 8), (7, 8), (48, 8), (3, 1)])
 def test_devices_of_a_node_are_neighbours(num_nodes, devices_per_node):
-    mesh = absent_mesh("h100", num_nodes, devices_per_node)
+    mesh = target_mesh("h100", num_nodes, devices_per_node)
     assert dict(mesh.shape) == {"node": num_nodes, "local": devices_per_node}
     assert [[device.process_index for device in row] for row in mesh.devices] == [
         [node] * devices_per_node for node in range(num_nodes)
@@ -147,7 +147,7 @@ def test_devices_of_a_node_are_neighbours(num_nodes, devices_per_node):
 
 @pytest.mark.needs_cuda_plugin
 def test_further_axes_split_the_node_or_group_nodes():
-    mesh = absent_mesh("h100", 6, 8, ("pipe", "node", "local", "model"), shape=(2, 3, 2, 4))
+    mesh = target_mesh("h100", 6, 8, ("pipe", "node", "local", "model"), shape=(2, 3, 2, 4))
     assert dict(mesh.shape) == {"pipe": 2, "node": 3, "local": 2, "model": 4}
     assert [mesh.devices[pipe, node, 1, 3].process_index for pipe in range(2) for node in range(3)] == list(range(6))
 
@@ -157,7 +157,7 @@ def test_further_axes_split_the_node_or_group_nodes():
     "name", [name if name == "h100" else pytest.param(name, marks=pytest.mark.aot) for name in TARGETS]
 )
 def test_every_target_compiles_with_its_own_memory_figures(name):
-    mesh = absent_mesh(name, 2, 4)
+    mesh = target_mesh(name, 2, 4)
     x = jax.ShapeDtypeStruct((1024, 256), "bfloat16", sharding=NamedSharding(mesh, P(("node", "local"))))
     compiled = jax.jit(lambda x: jnp.sum(x.astype(jnp.float32) ** 2)).lower(x).compile()
     stats = compiled.memory_analysis()
@@ -170,7 +170,7 @@ def test_every_target_compiles_with_its_own_memory_figures(name):
 def test_a_target_of_ones_own_compiles():
     own = dataclasses.replace(TARGETS["h100"], name="own", core_count=66)
     assert isinstance(own, GpuTarget)
-    mesh = absent_mesh(own, 3, 2)
+    mesh = target_mesh(own, 3, 2)
     assert mesh.devices.flat[0].device_kind == "own"
 
 
@@ -179,8 +179,8 @@ def test_the_environment_need_not_name_the_cpu_and_the_backends_stay_what_they_w
     program = """
 import jax, os
 before = jax.devices()
-from zerojax.planner.gpus import absent_mesh
-mesh = absent_mesh("h100", 2, 8)
+from zerojax.planner.gpus import target_mesh
+mesh = target_mesh("h100", 2, 8)
 assert jax.devices() == before and mesh.size == 16
 assert not os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
 x = jax.ShapeDtypeStruct((16,), "float32", sharding=jax.NamedSharding(mesh, jax.P("node")))

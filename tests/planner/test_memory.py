@@ -14,7 +14,7 @@ from step_memory import planned_and_used
 
 import zerojax
 from zerojax.hlo.program import memory_figures
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 from zerojax.planner.memory import model_state_bytes
 
 # arXiv 1910.02054, table 1: GB (1e9 bytes) on each device at stages 1, 2 and 3, as printed.
@@ -147,8 +147,8 @@ def test_padding_is_what_the_shards_hold_beyond_the_leaf():
 
 @pytest.mark.needs_cuda_plugin
 @pytest.mark.parametrize(("stage", "nodes", "local"), [pytest.param(1, 2, 8, marks=pytest.mark.aot), (3, 7, 8)])
-def test_the_compiler_counts_the_same_arguments_for_absent_gpus(stage, nodes, local):
-    mesh = absent_mesh("h100", nodes, local)
+def test_the_compiler_counts_the_same_arguments_for_target_gpus(stage, nodes, local):
+    mesh = target_mesh("h100", nodes, local)
     shapes = {
         "stack": jax.ShapeDtypeStruct((4, 1024, 1000), jnp.bfloat16),
         "head": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16),

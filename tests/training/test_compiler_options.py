@@ -8,14 +8,14 @@ import zerojax
 from tests.models import make_layout
 from tests.planned import stack_workload
 from zerojax.planner.compile import lower_step
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 from zerojax.planner.workload import Workload
 from zerojax.training import step as step_module
 from zerojax.training.compiler_options import OPTIONS
 
 
-def layout_of_absent_gpus(params, nodes=2, local=2):
-    return zerojax.partition(params, absent_mesh("h100", nodes, local), zerojax.ZeroConfig(min_shard_size=0))
+def layout_of_target_gpus(params, nodes=2, local=2):
+    return zerojax.partition(params, target_mesh("h100", nodes, local), zerojax.ZeroConfig(min_shard_size=0))
 
 
 def test_no_option_is_given_to_a_cpu_and_an_unknown_name_is_refused():
@@ -28,7 +28,7 @@ def test_no_option_is_given_to_a_cpu_and_an_unknown_name_is_refused():
 @pytest.mark.needs_cuda_plugin
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_compiler_takes_every_option(name):
-    layout = layout_of_absent_gpus({"w": jnp.ones((256, 256), jnp.bfloat16)})
+    layout = layout_of_target_gpus({"w": jnp.ones((256, 256), jnp.bfloat16)})
     options = zerojax.compiler_options(layout, experimental=[name])
     assert OPTIONS[name].safe or len(options) > len(zerojax.compiler_options(layout))
     jax.jit(lambda w: w @ w, compiler_options=options).lower(layout.param_shapes()["w"]).compile()
@@ -37,14 +37,14 @@ def test_the_compiler_takes_every_option(name):
 @pytest.mark.needs_cuda_plugin
 @pytest.mark.filterwarnings("ignore:stage 3 has no effect")
 def test_one_device_has_nothing_to_overlap():
-    assert zerojax.compiler_options(layout_of_absent_gpus({"w": jnp.ones((256, 256))}, 1, 1)) == {}
+    assert zerojax.compiler_options(layout_of_target_gpus({"w": jnp.ones((256, 256))}, 1, 1)) == {}
 
 
 @pytest.mark.needs_cuda_plugin
 def test_the_step_and_the_plan_pass_the_options_but_not_within_another_jit(monkeypatch):
     loss, params, batch, tx = stack_workload(1)
     workload = Workload(loss, params, batch, tx).with_examples(4)
-    layout = layout_of_absent_gpus(params)
+    layout = layout_of_target_gpus(params)
     monkeypatch.setattr(step_module, "compiler_options", lambda layout: {"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         lower_step(workload, layout, microbatches=1).compile()

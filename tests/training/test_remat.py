@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
 from zerojax.hlo.program import read_program
-from zerojax.planner.gpus import absent_mesh
+from zerojax.planner.gpus import target_mesh
 from zerojax.training.remat import checkpoint
 
 LAYERS = 8
@@ -130,7 +130,7 @@ WEIGHTS = LAYERS * 2 * WIDTH * 4 * WIDTH * 2 // 2  # bytes of all layers on the 
 
 @functools.cache
 def compiled(mode, prefetch_bytes=None):
-    mesh = absent_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
+    mesh = target_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
     shapes = {
         "layers": {
             "up": jax.ShapeDtypeStruct((LAYERS, WIDTH, 4 * WIDTH), jnp.bfloat16),

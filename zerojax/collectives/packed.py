@@ -95,7 +95,7 @@ class Pack:
         return _from_slices(cut, self.members[i])
 
     def full(self, joined: jax.Array, i: int) -> jax.Array:
-        """One member, whole and logical, from the whole joined leaf."""
+        """One member, full and logical, from the full joined leaf."""
         return unpad(self.part(joined, i), self.members[i])
 
     def with_dtype(self, dtype: Any) -> Pack:
@@ -114,7 +114,7 @@ def groups(
     Args:
         placements: of the leaves in the order in which they are needed; None: it does not move.
         collectives: how they move.
-        limit: bytes of whole leaves in a message; a larger leaf travels by itself.
+        limit: bytes of full leaves in a message; a larger leaf travels by itself.
         kinds: leaves of different kinds are kept apart.
 
     >>> from zerojax.collectives.plain import plain_collectives

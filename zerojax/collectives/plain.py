@@ -45,7 +45,7 @@ class Collectives(NamedTuple):
         reduce_bytes: the same for `reduce`.
         unit: (placement) -> elements of which a leaf's shard holds a multiple, so that it can travel in one message
             with others (`zerojax.collectives.packed`) and its blocks stay its own; 0: it travels by itself.
-        gathers: whether a gather moves anything: not where parameters are whole on every device.
+        gathers: whether a gather moves anything: not where parameters are replicated on every device.
         reduces: whether a reduction moves anything.
     """
 
@@ -105,7 +105,7 @@ def plain_collectives(
         return jnp.dtype(grad_dtype) if grad_dtype is not None and real else dtype
 
     def reduce(full: jax.Array, placement: Placement) -> jax.Array:
-        if not placement.axes:  # whole, as it is
+        if not placement.axes:  # replicated, as it is
             return full
         dtype = full.dtype
         wire = full.astype(wire_dtype(dtype))

@@ -4,7 +4,7 @@ Forward, iteration l gathers the weights of layer l + 1; backward it gathers tho
 gradient of layer l + 1, all carried from one iteration to the next: nothing in an iteration waits for a collective that
 began in it. The first and the last iteration stand outside of the loop, so that no byte more is sent than without this.
 
-The weights enter a layer whole, and are no residuals: what the backward pass needs of a layer is read from the traced
+The weights enter a layer in full, and are no residuals: what the backward pass needs of a layer is read from the traced
 layer, and what depends on weights alone is computed again from the ones gathered for it. Knows nothing of equations:
 a layer is a function of arrays.
 """
@@ -71,17 +71,17 @@ class Ahead:
         make = self.collectives.secondary
         return narrow if make is None else make(lax.stop_gradient(narrow), self.placement, 0)
 
-    def whole(self, held: Any) -> jax.Array:
+    def full(self, held: Any) -> jax.Array:
         """A layer's weights."""
         secondary = self.is_secondary or self.makes_secondary
         move = self.collectives.gather_secondary if secondary else self.collectives.gather
         return move(held, self.placement)
 
-    def reduced(self, whole: jax.Array, feedback: Any) -> tuple[jax.Array, Any]:
+    def reduced(self, full: jax.Array, feedback: Any) -> tuple[jax.Array, Any]:
         """A layer's gradient as a shard, and what its reduction lost."""
         if feedback is not None:
             claim_feedback(self.fed_back, self.placement, self)
-        shard, lost = reduce_one(whole, feedback, self.placement, self.collectives)
+        shard, lost = reduce_one(full, feedback, self.placement, self.collectives)
         return lax.convert_element_type(shard, self.grad_dtype), lost
 
 
@@ -113,8 +113,8 @@ class LoopAhead:
 
         @jax.custom_vjp
         def looped(leaves: Arrays) -> tuple[Arrays, Arrays]:
-            def step(consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-                return *self.layer(consts, carried, xs, wholes, [None] * len(wholes)), []
+            def step(consts: Arrays, carried: Arrays, xs: Arrays, fulls: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+                return *self.layer(consts, carried, xs, fulls, [None] * len(fulls)), []
 
             values = structure.unflatten(leaves)
             return self._forward(values, self._first(values), step)[0]
@@ -142,30 +142,30 @@ class LoopAhead:
 
     def _gathered(self, shards: Arrays) -> tuple[Arrays, Arrays]:
         held = [a.held(shard) for a, shard in zip(self.ahead, shards, strict=True)]
-        return held, [a.whole(x) for a, x in zip(self.ahead, held, strict=True)]
+        return held, [a.full(x) for a, x in zip(self.ahead, held, strict=True)]
 
     def _forward(self, operands: Operands, begun: tuple[Arrays, Arrays], step: Callable[..., Any]) -> Any:
         """((carried, results), what each step but the last keeps, what the last one keeps, secondaries)."""
         consts, first, xs, stacks = operands
-        held_first, wholes = begun
+        held_first, fulls = begun
         shards = [shard for shard, _, _ in stacks]
         made = [a.makes_secondary for a in self.ahead]
 
         def body(state: Any, place: jax.Array) -> Any:
-            carried, wholes, results = state
+            carried, fulls, results = state
             layer, following = self._layer_at(place), _at(shards, self._layer_at(place + 1))
             if self.unroll != 1:  # else the weights of all layers in an iteration may come at once
                 following, carried = _gated(following, carried)
             held, after = self._gathered(following)
-            carried, ys, kept = step(consts, carried, _at(xs, layer), wholes)
+            carried, ys, kept = step(consts, carried, _at(xs, layer), fulls)
             return (carried, after, _put(results, ys, layer)), (kept, [h for h, m in zip(held, made, strict=True) if m])
 
         results = [jnp.zeros(x.shape, x.dtype) for x in self.results]
         places = jnp.arange(self.length - 1, dtype=jnp.int32)
         unroll = min(self.unroll, self.length - 1)
-        (carried, wholes, results), (kept, held) = lax.scan(body, (first, wholes, results), places, unroll=unroll)
+        (carried, fulls, results), (kept, held) = lax.scan(body, (first, fulls, results), places, unroll=unroll)
         last = self._layer_at(self.length - 1)
-        carried, ys, kept_last = step(consts, carried, _at(xs, last), wholes)
+        carried, ys, kept_last = step(consts, carried, _at(xs, last), fulls)
         secondaries = [h for h, m in zip(held_first, made, strict=True) if m], held
         return (carried, _put(results, ys, last)), kept, kept_last, secondaries
 
@@ -203,35 +203,35 @@ class LoopAhead:
                     for a, (shard, _, _) in zip(self.ahead, operands.stacks, strict=True)]  # fmt: skip
 
         def gathered(shards: Arrays, which: Sequence[bool]) -> Arrays:
-            return [a.whole(x if a.makes_secondary else a.held(x)) if w else None
+            return [a.full(x if a.makes_secondary else a.held(x)) if w else None
                     for a, x, w in zip(self.ahead, shards, which, strict=True)]  # fmt: skip
 
-        def pulled(kept: Arrays, place: Any, wholes: Arrays, moving: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+        def pulled(kept: Arrays, place: Any, fulls: Arrays, moving: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
             layer = self._layer_at(place)
             here = gathered(shards_at(place), [not c for c in carries])  # the compiler drops what no use reads
-            wholes = [h if w is None else w for w, h in zip(wholes, here, strict=True)]
+            fulls = [h if w is None else w for w, h in zip(fulls, here, strict=True)]
             of_layer = _at(of_results, layer)
             return traced.pull(
-                kept, once, operands.consts, _at(operands.xs, layer), wholes,
+                kept, once, operands.consts, _at(operands.xs, layer), fulls,
                 fill(of_carried, wanted.first, moving), of_layer,
             )  # fmt: skip
 
-        def reduced(wholes: Arrays, place: Any) -> list[Any]:
+        def reduced(fulls: Arrays, place: Any) -> list[Any]:
             """The gradients of the layer at a place, and what their reductions lost."""
             layer, new = self._layer_at(place), []
             of_trained = [a for a, t in zip(self.ahead, trained, strict=True) if t]
             stacks = take(operands.stacks, trained)
-            for a, (_, _, feedback), whole in zip(of_trained, stacks, wholes, strict=True):
-                new.append(a.reduced(whole, None if feedback is None else _at(feedback, layer)))
+            for a, (_, _, feedback), full in zip(of_trained, stacks, fulls, strict=True):
+                new.append(a.reduced(full, None if feedback is None else _at(feedback, layer)))
             return new
 
         # The last layer: its weights wait for the end of the forward pass, the next ones for the cotangents.
         (shards, token), before = together(shards_at(last), token), shards_at(last - 1)
         moving = _plus(moving, token[0])
-        wholes = gathered(shards, carries)
+        fulls = gathered(shards, carries)
         before, moving = _gated(before, moving)
         following = gathered(before, carries)
-        d_consts, moving, d_xs, d_wholes = pulled(kept_last, last, wholes, moving)
+        d_consts, moving, d_xs, d_fulls = pulled(kept_last, last, fulls, moving)
         in_all = [jax.tree.map(lambda x: jnp.zeros((self.length, *x.shape), x.dtype), d) for d in d_xs]
         in_all = _put(in_all, d_xs, self._layer_at(last))
         buffers = [
@@ -240,7 +240,7 @@ class LoopAhead:
         ]
 
         def body(state: Any, place: jax.Array) -> Any:
-            moving, wholes, d_after, d_consts, in_all, buffers = state
+            moving, fulls, d_after, d_consts, in_all, buffers = state
             # The gradient leaves first, so that it is gone before this layer's needs its place.
             new, before = reduced(d_after, place + 1), shards_at(place - 1)
             if new:
@@ -249,20 +249,20 @@ class LoopAhead:
                 before, moving = _gated(before, moving)
             following = gathered(before, carries)
             buffers = _put(buffers, new, self._layer_at(place + 1))
-            more, moving, d_xs, d_wholes = pulled(_at(kept, place), place, wholes, moving)
+            more, moving, d_xs, d_fulls = pulled(_at(kept, place), place, fulls, moving)
             if self.unroll != 1:
                 buffers, moving = _gated(buffers, moving)
             d_consts = [a + b for a, b in zip(d_consts, more, strict=True)]
-            return (moving, following, d_wholes, d_consts, _put(in_all, d_xs, self._layer_at(place)), buffers), None
+            return (moving, following, d_fulls, d_consts, _put(in_all, d_xs, self._layer_at(place)), buffers), None
 
-        state = (moving, following, d_wholes, d_consts, in_all, buffers)
+        state = (moving, following, d_fulls, d_consts, in_all, buffers)
         if self.length > 2:
             places = jnp.arange(last - 1, 0, -1, dtype=jnp.int32)
             state, _ = lax.scan(body, state, places, unroll=min(self.unroll, self.length - 2))
-        moving, wholes, d_after, d_consts, in_all, buffers = state
+        moving, fulls, d_after, d_consts, in_all, buffers = state
         buffers = _put(buffers, reduced(d_after, 1), self._layer_at(1))
-        more, moving, d_xs, d_wholes = pulled(_at(kept, 0), 0, wholes, moving)
-        buffers = _put(buffers, reduced(d_wholes, 0), self._layer_at(0))
+        more, moving, d_xs, d_fulls = pulled(_at(kept, 0), 0, fulls, moving)
+        buffers = _put(buffers, reduced(d_fulls, 0), self._layer_at(0))
         d_consts = [a + b for a, b in zip(d_consts, more, strict=True)]
         in_all = _put(in_all, d_xs, self._layer_at(0))
         return [

@@ -285,8 +285,8 @@ def enters_by_layer(x: Any, scope: Scope) -> bool:
     """Whether a loop over a held value would take it apart without a warning, and gather a layer at a time."""
     if isinstance(x, Deferred):
         stacks = [leaf for leaf, along in zip(x.leaves, x.stacked, strict=True) if along]
-        whole = x.length is not None and x.has_all_layers and len(x.aval.shape) > 2
-        return whole and all(not is_held(leaf) or enters_by_layer(leaf, scope) for leaf in stacks)
+        layered = x.length is not None and x.has_all_layers and len(x.aval.shape) > 2
+        return layered and all(not is_held(leaf) or enters_by_layer(leaf, scope) for leaf in stacks)
     return is_stack(x := rearranged(x)) and len(x.aval.shape) > 2 and not _is_small_stack(x, scope)
 
 

@@ -1,7 +1,8 @@
 """Which stacked parameters of a loop are gathered one layer ahead of their use, and the loop with them.
 
-The layer sees them as parameters that are whole already: nothing of it knows that they came early. Those that fit into
-the window come ahead, in the order of their first use; the others are gathered where they are used, as without this.
+The layer sees them as parameters that are there in full already: nothing of it knows that they came early. Those that
+fit into the window come ahead, in the order of their first use; the others are gathered where they are used, as without
+this.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ def scan_with_ahead(
             views.append(x.view)
     early, travels, num_consts = [a is not None for a in ahead], [a for a in ahead if a is not None], len(consts)
 
-    def layer(flat: Any, now: Any, sliced: Any, wholes: Any, holders: Any) -> tuple[list[Any], list[Any]]:
+    def layer(flat: Any, now: Any, sliced: Any, fulls: Any, holders: Any) -> tuple[list[Any], list[Any]]:
         inner = nested()
         of_all, changing = iter(rebuild(flat, inner)), iter(now)
         args = [*(next(of_all) for _ in range(num_consts)), *(next(changing) if m else next(of_all) for m in moving)]
-        arrived = iter([_arrived(*one, inner) for one in zip(travels, views, wholes, holders, strict=True)])
+        arrived = iter([_arrived(*one, inner) for one in zip(travels, views, fulls, holders, strict=True)])
         own = iter(rebuild_layer(sliced, inner))
         layers = [next(arrived) if is_early else next(own) for is_early in early]
         out = evaluate(body, [*args, *join(of_all, layers)], inner, flags)
@@ -130,9 +131,9 @@ def _ahead(x: Stored, uses: Sequence[LeafUse], scope: Scope) -> Ahead | None:
     )
 
 
-def _arrived(a: Ahead, view: Sequence[Any], whole: jax.Array, holder: Any, scope: Scope) -> Stored:
-    """One layer of a parameter that is whole already."""
-    return scope.enter(whole, holder, a.placement.whole()).under(view)
+def _arrived(a: Ahead, view: Sequence[Any], full: jax.Array, holder: Any, scope: Scope) -> Stored:
+    """One layer of a parameter that is there in full already."""
+    return scope.enter(full, holder, a.placement.replicated()).under(view)
 
 
 def _stacks_in(x: Any) -> int:

@@ -39,14 +39,14 @@ class Operands(NamedTuple):
     stacks: list[tuple[Any, Any, Any]]
 
 
-# (consts, carried, own part of xs, whole weights, what their gradients are cotangents of) -> (carried, results)
+# (consts, carried, own part of xs, full weights, what their gradients are cotangents of) -> (carried, results)
 Layer = Callable[[Arrays, Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 class _Source(NamedTuple):
     """Where a residual of a layer is found in the backward pass."""
 
-    kind: str  # "kept", "once", "xs", "whole"
+    kind: str  # "kept", "once", "xs", "full"
     index: int
 
 
@@ -57,7 +57,7 @@ class TracedLayer:
 
     Attributes:
         jaxpr: inputs as `groups` counts them, outputs the layer's own and then the residuals.
-        groups: numbers of leaves of consts, carried values, xs and whole weights.
+        groups: numbers of leaves of consts, carried values, xs and full weights.
         structure: of the pullback.
         sources: where each residual is found.
         own: number of outputs of the layer itself.
@@ -91,20 +91,20 @@ class TracedLayer:
         """Residuals that are the same for all layers."""
         return _evaluated(self.jaxpr, self._bound(consts, None, None, None), self.by_kind["once"])
 
-    def step(self, consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    def step(self, consts: Arrays, carried: Arrays, xs: Arrays, fulls: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """The layer: (carried, results, residuals of this layer)."""
         inner, _ = _compat.open_jaxpr(self.jaxpr)
         wanted = [*inner.outvars[: self.own], *self.by_kind["kept"]]
-        out = _evaluated(self.jaxpr, self._bound(consts, carried, xs, wholes), wanted)
+        out = _evaluated(self.jaxpr, self._bound(consts, carried, xs, fulls), wanted)
         return out[: self.carried], out[self.carried : self.own], out[self.own :]
 
     def pull(
-        self, kept: Arrays, once: Arrays, consts: Arrays, xs: Arrays, wholes: Arrays, of_carried: Arrays,
+        self, kept: Arrays, once: Arrays, consts: Arrays, xs: Arrays, fulls: Arrays, of_carried: Arrays,
         of_results: Arrays,
     ) -> tuple[Arrays, Arrays, Arrays, Arrays]:  # fmt: skip
-        """Cotangents of the differentiated leaves of consts, carried values and xs, and of the whole weights."""
-        again = _evaluated(self.jaxpr, self._bound(consts, None, None, wholes), self.by_kind["whole"])
-        found = {"kept": kept, "once": once, "xs": jax.tree.leaves(xs), "whole": again}
+        """Cotangents of the differentiated leaves of consts, carried values and xs, and of the full weights."""
+        again = _evaluated(self.jaxpr, self._bound(consts, None, None, fulls), self.by_kind["full"])
+        found = {"kept": kept, "once": once, "xs": jax.tree.leaves(xs), "full": again}
         leaves = [found[source.kind][source.index] for source in self.sources]
         cotangents = [c for c, i in zip([*of_carried, *of_results], self.inexact, strict=True) if i]
         return self.structure.unflatten(leaves)(cotangents)
@@ -124,11 +124,11 @@ def traced_layer(
     noted: list[Any] = []
     trained = trained_of(wanted)
 
-    def traced(consts: Arrays, carried: Arrays, xs: Arrays, wholes: Arrays) -> tuple[Arrays, Arrays]:
-        def of_wanted(d_consts: Arrays, d_carried: Arrays, d_xs: Arrays, d_wholes: Arrays) -> tuple[Arrays, Arrays]:
+    def traced(consts: Arrays, carried: Arrays, xs: Arrays, fulls: Arrays) -> tuple[Arrays, Arrays]:
+        def of_wanted(d_consts: Arrays, d_carried: Arrays, d_xs: Arrays, d_fulls: Arrays) -> tuple[Arrays, Arrays]:
             out, ys = layer(
                 leaves_replaced(consts, wanted.consts, d_consts), fill(carried, wanted.first, d_carried),
-                leaves_replaced(xs, wanted.xs, d_xs), wholes, fill([None] * len(wholes), trained, d_wholes),
+                leaves_replaced(xs, wanted.xs, d_xs), fulls, fill([None] * len(fulls), trained, d_fulls),
             )  # fmt: skip
             own = [*out, *ys]
             inexact = tuple(map(is_inexact, own))
@@ -158,13 +158,13 @@ def _sources(jaxpr: Any, groups: Sequence[int], own: int) -> tuple[tuple[_Source
     consts, carried, xs, _ = groups
     kinds: dict[Any, str] = {}
     for i, var in enumerate(inner.invars):
-        kinds[var] = "once" if i < consts else "kept" if i < consts + carried + xs else "whole"
+        kinds[var] = "once" if i < consts else "kept" if i < consts + carried + xs else "full"
     for eqn in inner.eqns:
         inputs = {kinds.get(v, "once") for v in eqn.invars if not isinstance(v, _compat.Literal)}
-        kind = "kept" if "kept" in inputs else "whole" if "whole" in inputs else "once"
+        kind = "kept" if "kept" in inputs else "full" if "full" in inputs else "once"
         kinds.update(dict.fromkeys(eqn.outvars, kind))
     own_xs = {var: i for i, var in enumerate(inner.invars[consts + carried : consts + carried + xs])}
-    by_kind: dict[str, list[Any]] = {"kept": [], "once": [], "whole": []}
+    by_kind: dict[str, list[Any]] = {"kept": [], "once": [], "full": []}
     sources = []
     for atom in inner.outvars[own:]:
         literal = isinstance(atom, _compat.Literal)

@@ -219,7 +219,7 @@ class _Leaf:
         alternatives: see `LeafUse`.
         joined: number of parameters of a stack that it is one of.
         deferred: whether operations wait for its use; they may need its value for a gradient (`nonlinear`).
-        whole: whether an operation on it does not go layer by layer.
+        all_layers: whether an operation on it does not go layer by layer.
     """
 
     uses: list[LeafUse]
@@ -230,7 +230,7 @@ class _Leaf:
     joined: int = 1
     deferred: bool = False
     nonlinear: bool = False
-    whole: bool = False
+    all_layers: bool = False
 
     @classmethod
     def of(cls, var: Any) -> _Leaf:
@@ -271,7 +271,8 @@ def _of_equation(eqn: Any, kind: Kind, values: list[_Value], replicated: list[bo
     nothing: list[_Value] = [()] * len(eqn.outvars)
     if kind in (Kind.VIEW, Kind.CAST, Kind.SLICE, Kind.SQUEEZE, Kind.STOP):
         return [tuple(_passed(eqn, kind, leaf) for leaf in values[0])]
-    if kind is Kind.REWRITE or (kind is Kind.DEFER and sums_over_layers(eqn) and not any(x.whole for x in values[0])):
+    by_layer = kind is Kind.DEFER and sums_over_layers(eqn) and not any(x.all_layers for x in values[0])
+    if kind is Kind.REWRITE or by_layer:
         return _follow(_compat.open_jaxpr(rewritten(eqn))[0], values, replicated, place)
     if kind is Kind.STACK and all(values) and all(v.aval == eqn.invars[0].aval for v in eqn.invars):
         return [tuple(dataclasses.replace(leaf, joined=len(values)) for value in values for leaf in value)]
@@ -320,9 +321,9 @@ def _passed(eqn: Any, kind: Kind, leaf: _Leaf) -> _Leaf:
         by_layer = (leaf.deferred or len(before) > 2) and layer_flags(eqn, before[0]) == [True]
         if not by_layer and not leaf.deferred and moved_dims(eqn):
             return leaf  # can be done on the shards
-        return dataclasses.replace(leaf, deferred=leaf.deferred or by_layer, whole=leaf.whole or not by_layer)
+        return dataclasses.replace(leaf, deferred=leaf.deferred or by_layer, all_layers=leaf.all_layers or not by_layer)
     computed = not all(isinstance(atom, _compat.Literal) for atom in eqn.invars[1:])
-    if kind is Kind.SLICE and computed and len(after) == len(before) and not leaf.whole:  # another in each iteration
+    if kind is Kind.SLICE and computed and len(after) == len(before) and not leaf.all_layers:  # of each iteration
         taken = [dim for dim, extent in enumerate(before) if after[dim] != extent]
         if taken == [0] and after[0] == 1:
             return dataclasses.replace(leaf, layers=leaf.layers * before[0])
@@ -336,14 +337,14 @@ def _deferred(eqn: Any, values: Sequence[_Value]) -> _Value:
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     leaves = list(itertools.chain(*values))
     flags = layer_flags(eqn, shape[0]) if shape else None
-    whole, sizes = flags is None, {id(leaf.uses): leaf.size for leaf in leaves}
-    goes_by_layer = None if any(leaf.whole for leaf in leaves) else flags
+    at_once, sizes = flags is None, {id(leaf.uses): leaf.size for leaf in leaves}
+    goes_by_layer = None if any(leaf.all_layers for leaf in leaves) else flags
     if not defers(eqn, [bool(value) for value in values], list(sizes.values()), goes_by_layer):
         return ()
     linear = name in _LINEAR or (name == "mul" and not all(values)) or (name == "div" and not values[1])
     return tuple(
         dataclasses.replace(
-            leaf, deferred=True, whole=leaf.whole or whole, nonlinear=leaf.nonlinear or not linear
+            leaf, deferred=True, all_layers=leaf.all_layers or at_once, nonlinear=leaf.nonlinear or not linear
         ) for leaf in leaves
     )  # fmt: skip
 
@@ -355,7 +356,7 @@ def _of_loop(loop: Loop, values: list[_Value], replicated: list[bool], place: _P
     _end(values[: loop.outside], place)
     entered: list[_Value] = []
     for i, (value, enters, used) in enumerate(zip(inputs, stored, uses, strict=True)):
-        if not enters or any(leaf.whole for leaf in value):
+        if not enters or any(leaf.all_layers for leaf in value):
             before = [dataclasses.replace(leaf, dtype=cast_target(used, leaf.dtype)) for leaf in value]
             _end([tuple(before)] if used else [], place)
             value = ()

@@ -81,7 +81,7 @@ def full_backward(
         rest: the same.
         each: whether `run` reduces its gradients, so that they are shards; else they are full and `finish` does.
     """
-    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: trace(loss_fn, layout, batch, rest)[0]))
+    reduce_all = _reduction(layout, _reduced_in_full(layout, lambda: trace(loss_fn, layout, batch, rest)[0]))
     trained = [p.trainable for p in layout.leaves]
 
     def run(batch: Tree, rest: Any, feedback: list[Any]) -> tuple[Any, Callable[[Any], Pulled]]:
@@ -181,7 +181,7 @@ def staged_backward(
         replicated = [None if p.is_sharded else p for p in layout.leaves]
         return Backward(run, _reduction(layout, replicated), replicas)
     wire = [cast_target(of_leaf, p.dtype) for of_leaf, p in zip(uses, layout.leaves, strict=True)]
-    reduce_all = _reduction(layout, _reduced_whole(layout, lambda: jaxpr))
+    reduce_all = _reduction(layout, _reduced_in_full(layout, lambda: jaxpr))
 
     def finish(grads: list[Any], feedback: list[Any]) -> Reduced:
         narrow = [None if g is None else g.astype(dtype) for g, dtype in zip(grads, wire, strict=True)]
@@ -311,7 +311,7 @@ def _entered(x: Any, grad_input: jax.Array | None, feedback: jax.Array | None, s
     return scope.enter(x.shard, grad_input, x.placement, feedback=feedback)
 
 
-def _reduced_whole(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:
+def _reduced_in_full(layout: Layout, traced: Callable[[], Any]) -> list[Placement]:
     """Placements under which full gradients are reduced: stacks of norm scales or biases are no matrices.
 
     `traced` gives the loss's jaxpr, which only quantised reductions need.

@@ -1,6 +1,6 @@
 """The global norm of gradients in stored form, with one collective of one number.
 
-Each device adds up the squares of its shards; leaves that are whole count once. Small leaves are joined first: a kernel
+Each device adds up the squares of its shards; replicated leaves count once. Small leaves are joined first: a kernel
 or two for many of them, where one by one they would be a third of all operations of a step.
 """
 

@@ -165,7 +165,7 @@ def _looks_stored(x: Any, layout: Layout) -> bool:
     padded = all(jnp.shape(v) == p.padded_shape for v, p in pairs)
     if any(p.padding for p in layout.leaves):
         return padded
-    return padded and layout.stage >= 3 and any(p.is_sharded for p in layout.leaves) and not _is_whole(x)
+    return padded and layout.stage >= 3 and any(p.is_sharded for p in layout.leaves) and not _is_logical(x)
 
 
 def _refuse_parts(name: str, where: str, argument: Tree, layout: Layout) -> None:
@@ -200,7 +200,7 @@ def _nodes(tree: Tree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield from _nodes(child, (*path, *key))
 
 
-def _is_whole(tree: Tree) -> bool:
+def _is_logical(tree: Tree) -> bool:
     """Whether it can be seen that every device holds all of the arrays."""
     return all(
         not isinstance(x, jax.Array) or (not _compat.is_traced(x) and x.sharding.is_fully_replicated)

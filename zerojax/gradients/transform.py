@@ -202,7 +202,7 @@ def gradient_function(
         run_locally = with_derivative(locally, layout, is_pure=is_pure)
         batch = batches.compared(batch, layout, "value_and_grad")
         batch, rest = batches.on_mesh(batch, batch_specs, layout), batches.on_mesh(rest, rest_specs, layout)
-        out = compiled_once(run_locally, params, batch, rest, remembered, _whole(loss_scale, layout))
+        out = compiled_once(run_locally, params, batch, rest, remembered, _on_all_devices(loss_scale, layout))
         return out._replace(
             grads=leaving(layout.treedef.unflatten(out.grads), layout),
             wire=wire_trees(out.wire, layout),
@@ -294,7 +294,7 @@ def _output_shapes(
         found.append((shapes, not traced and not _compat.holds_effect(program.jaxpr)))
 
     def on_devices(*given: Any) -> None:
-        _over_data_axes(layout, probe, PartitionSpec(), None)(*_whole(given, layout))
+        _over_data_axes(layout, probe, PartitionSpec(), None)(*_on_all_devices(given, layout))
 
     jax.eval_shape(on_devices, *(x for x, s in zip(leaves, is_shape, strict=True) if not s))
     return found[0]
@@ -333,7 +333,7 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _whole(rest: Any, layout: Layout) -> Any:
+def _on_all_devices(rest: Any, layout: Layout) -> Any:
     return batches.on_mesh(rest, jax.tree.map(lambda _: PartitionSpec(), rest), layout)
 
 

@@ -4,8 +4,8 @@ A job in which one process has another batch shape, seed, path or library comput
 collective. `agree` compares what each process says of itself over JAX's coordination service, which needs no device and
 has time limits. With one process nothing is done.
 
-What grows with P processes, in each agreement: process 0 reads P - 1 texts of about 1 kB and publishes one verdict;
-each other process writes one text and reads the verdict, whatever P. No process reads what all others wrote. 4096
+What grows with P processes, in each agreement: process 0 reads P - 1 texts of about 1 kB and publishes one decision;
+each other process writes one text and reads the decision, whatever P. No process reads what all others wrote. 4096
 processes: 4095 reads and 4 MB at process 0, one after the other. Texts of earlier rounds are deleted.
 """
 
@@ -56,12 +56,12 @@ def agree(
     if jax.process_count() == 1 or _compat.coordination_client() is None:
         return decide() if decide is not None else ""
 
-    def judge(said: list[str]) -> str:
+    def combine(said: list[str]) -> str:
         if difference := compare(what, dict(enumerate(map(json.loads, said)))):
             raise ValueError(difference)
         return decide() if decide is not None else ""
 
-    return exchange(what, json.dumps({name: _short(str(value)) for name, value in facts.items()}), judge, seconds)
+    return exchange(what, json.dumps({name: _short(str(value)) for name, value in facts.items()}), combine, seconds)
 
 
 def exchange(what: str, text: str, combine: Callable[[list[str]], str], seconds: float = WAIT_SECONDS) -> str:

@@ -140,7 +140,7 @@ class Placement:
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(self, shape=self.shape[1:], dim=dim, spec=self.spec[1:])
 
-    def whole(self) -> Placement:
+    def replicated(self) -> Placement:
         """The placement of the same leaf where every device holds all of it and nothing of it moves."""
         return dataclasses.replace(self, dim=None, padding=0, axes=(), num_shards=1, quantize_above=None)
 

@@ -89,7 +89,7 @@ def _format_name(fmt: object) -> str:
     return fmt.element
 
 
-def judge_technique(
+def decide_on_technique(
     name: str, base: Sequence[Traffic], changed: Sequence[Traffic], flops: float, links: Links, num_nodes: int
 ) -> Technique:
     """Whether a technique pays.
@@ -137,7 +137,7 @@ def judge_technique(
     return Technique(name, saved_bytes, limit, limit_hidden, saved, saved_hidden, decision, text)
 
 
-def judge_by_replays(name: str, base: Replays, changed: Replays, saved_node_bytes: int, links: Links) -> Technique:
+def decide_by_replays(name: str, base: Replays, changed: Replays, saved_node_bytes: int, links: Links) -> Technique:
     """Whether a technique pays, by replays of the two programs at several bandwidths.
 
     Args:

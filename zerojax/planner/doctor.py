@@ -191,7 +191,7 @@ def _memory(unknown: list[str]) -> dict[str, Any]:
 
 
 def _kernels(copy: float, unknown: list[str]) -> dict[str, dict[str, Any]]:
-    """The verdicts on the variants that the default formats use, with their share of a device copy's bandwidth."""
+    """The decisions on the variants that the default formats use, with their share of a device copy's bandwidth."""
     weights, inside, between = WEIGHT_FORMATS["int8"], GRADIENT_FORMATS["int8"], GRADIENT_FORMATS["int4"]
     wanted = (
         Variant("quantize", weights, "bfloat16", slices=True),
@@ -199,7 +199,7 @@ def _kernels(copy: float, unknown: list[str]) -> dict[str, dict[str, Any]]:
         Variant("sum_quantize", between, "float32", source=inside, count=8),
         Variant("sum", between, "float32", source=between, count=2),
     )
-    found = {str(variant): dataclasses.asdict(pallas_kernels.verdict(variant)) for variant in wanted}
+    found = {str(variant): dataclasses.asdict(pallas_kernels.decision(variant)) for variant in wanted}
     for one in found.values():
         rate = one["bytes_per_second"]
         one["of_a_copy"] = None if rate is None else rate / copy

@@ -2,7 +2,7 @@
 
 A `GpuTarget` holds sizes and rates of the chip: what a compiler must be told, and what a time model divides by; the
 table of them is `pallas_kernels.gpus`, and a user's own come from a TOML file. XLA's CUDA plugin compiles for a GPU it
-is only told about, so a program for a cluster can be built, read and measured on a laptop: `absent_mesh` makes a
+is only told about, so a program for a cluster can be built, read and measured on a laptop: `target_mesh` makes a
 `jax.sharding.Mesh` whose devices exist for the compiler alone.
 """
 
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from pallas_kernels import absent_gpu
+from pallas_kernels import target_gpu
 from pallas_kernels.gpus import TARGETS, GpuTarget
 
 
@@ -152,7 +152,7 @@ def _register_compiler() -> None:
         return
 
 
-def absent_mesh(
+def target_mesh(
     target: GpuTarget | str | Path,
     num_nodes: int,
     devices_per_node: int,
@@ -202,5 +202,5 @@ def absent_mesh(
 
 def choose_platform() -> None:
     """Has JAX take the CPU on a machine without an NVIDIA GPU, where its CUDA plugin would look for one aloud."""
-    if not absent_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
+    if not target_gpu.has_nvidia_gpu() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")

@@ -20,8 +20,8 @@ from zerojax.config import ZeroConfig
 from zerojax.optimizer.zero import ShardedTransformation
 from zerojax.planner.advice import (
     NICKNAMES,
-    judge_by_replays,
-    judge_technique,
+    decide_by_replays,
+    decide_on_technique,
     network_advice,
     plain_config,
     recommend,
@@ -178,7 +178,7 @@ def _techniques(planner: ConfigPlanner, base: ZeroConfig, flops: float) -> tuple
         if plain in planner.replays and config in planner.replays and not useless:
             saved = sum(m.node_bytes for m in before) - sum(m.node_bytes for m in after)
             replays = planner.replays[plain], planner.replays[config]
-            found.append(judge_by_replays(name, *replays, saved, planner.links))
+            found.append(decide_by_replays(name, *replays, saved, planner.links))
         else:
-            found.append(judge_technique(name, before, after, flops, planner.links, planner.cluster.num_nodes))
+            found.append(decide_on_technique(name, before, after, flops, planner.links, planner.cluster.num_nodes))
     return tuple(found)

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 from zerojax import _compat
 from zerojax.gather.flops import traced_flops
 from zerojax.gather.uses import LeafUse, leaf_uses
-from zerojax.planner.gpus import GpuTarget, PluginMissing, absent_mesh, check_plugin, load_target
+from zerojax.planner.gpus import GpuTarget, PluginMissing, check_plugin, load_target, target_mesh
 
 Tree = Any
 
@@ -107,7 +107,7 @@ class Cluster(NamedTuple):
         if absent:
             if axes[0] != "node" and "node" in names:
                 raise ValueError(f"axis 'node' must be the first data axis, got axes {names}")
-            return absent_mesh(self.target, self.num_nodes, self.devices_per_node, names, shape=sizes)
+            return target_mesh(self.target, self.num_nodes, self.devices_per_node, names, shape=sizes)
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
 

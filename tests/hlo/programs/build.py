@@ -139,9 +139,9 @@ def text_of(name: str) -> str:
 
 
 def main() -> None:
-    from zerojax.planner.gpus import absent_mesh
+    from zerojax.planner.gpus import target_mesh
 
-    mesh = absent_mesh("h100", 2, 8)
+    mesh = target_mesh("h100", 2, 8)
     for name, build in PROGRAMS.items():
         text = build(mesh).as_text()
         assert text is not None

@@ -28,13 +28,13 @@ needs_interpreter = pytest.mark.skipif(not _compat.MOSAIC_INTERPRETS, reason="JA
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch, tmp_path):
-    """A GPU to be asked, a cache of its own, and no verdicts yet."""
+    """A GPU to be asked, a cache of its own, and no decisions yet."""
     monkeypatch.setattr(choice, "probe", lambda: GPU)
-    monkeypatch.setattr(choice, "_verdicts", {})
+    monkeypatch.setattr(choice, "_decisions", {})
     monkeypatch.setattr(choice, "_agreed", {})
-    monkeypatch.setenv(choice.CACHE_VARIABLE, str(tmp_path / "deep" / "verdicts.json"))
+    monkeypatch.setenv(choice.CACHE_VARIABLE, str(tmp_path / "deep" / "decisions.json"))
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    return tmp_path / "deep" / "verdicts.json"
+    return tmp_path / "deep" / "decisions.json"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def checks(monkeypatch):
 
     def check(variant, device):
         seen.append(str(variant))
-        return choice.Verdict(True, "equal", 0.5)
+        return choice.Decision(True, "equal", 0.5)
 
     monkeypatch.setattr(selfcheck, "check", check)
     return seen
@@ -92,7 +92,7 @@ def test_a_kernel_that_differs_is_never_taken_and_named_in_a_notice(monkeypatch)
     monkeypatch.setattr(pk.ops.mosaic, "plan_quantize", off_by_one)
     with pytest.warns(pk.KernelNotice, match=r"quantize-int8/128-float32 is not taken on a GPU of the tests.*report"):
         assert not takes_kernels()
-    (found,) = pk.verdicts().values()
+    (found,) = pk.decisions().values()
     assert "differs from the reference in 128 of 16384 elements of result 0" in found.reason
     assert not takes_kernels()
 
@@ -114,15 +114,15 @@ def test_a_variant_is_checked_once_a_process_outside_of_what_is_traced(checks):
 
 
 def test_a_variant_whose_kernel_is_slower_is_left_to_xla_without_a_word(monkeypatch):
-    monkeypatch.setattr(selfcheck, "check", lambda variant, device: choice.Verdict(False, "1.2 of XLA's time", 1.2))
+    monkeypatch.setattr(selfcheck, "check", lambda variant, device: choice.Decision(False, "1.2 of XLA's time", 1.2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not takes_kernels()
 
 
-def test_verdicts_of_the_file_spare_the_next_process_the_check(checks, here, monkeypatch):
+def test_decisions_of_the_file_spare_the_next_process_the_check(checks, here, monkeypatch):
     assert takes_kernels()
-    monkeypatch.setattr(choice, "_verdicts", {})
+    monkeypatch.setattr(choice, "_decisions", {})
     assert takes_kernels()
     assert len(checks) == 1
     (identity,) = json.loads(here.read_text())
@@ -132,7 +132,7 @@ def test_verdicts_of_the_file_spare_the_next_process_the_check(checks, here, mon
 
 
 @pytest.mark.parametrize("changed", [{"driver": "2.0"}, {"kind": "another"}])
-def test_verdicts_of_another_device_or_driver_are_not_trusted(changed, checks, monkeypatch):
+def test_decisions_of_another_device_or_driver_are_not_trusted(changed, checks, monkeypatch):
     assert takes_kernels()
     monkeypatch.setattr(choice, "probe", lambda: dataclasses.replace(GPU, **changed))
     assert takes_kernels()
@@ -142,7 +142,7 @@ def test_verdicts_of_another_device_or_driver_are_not_trusted(changed, checks, m
 @pytest.mark.parametrize(
     ("place", "name", "value"), [(choice, "_sources", lambda: "another"), (jax, "__version__", "9.9")]
 )
-def test_verdicts_of_other_sources_or_another_jax_are_not_trusted(place, name, value, checks, monkeypatch):
+def test_decisions_of_other_sources_or_another_jax_are_not_trusted(place, name, value, checks, monkeypatch):
     assert takes_kernels()
     monkeypatch.setattr(place, name, value)
     assert takes_kernels()
@@ -166,25 +166,25 @@ def test_a_file_that_cannot_be_read_is_replaced(text, checks, here):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_verdict_of_the_file_that_is_none_decides_nothing(written, checks, here, monkeypatch):
+def test_a_decision_of_the_file_that_is_none_decides_nothing(written, checks, here, monkeypatch):
     assert takes_kernels()
     whole = json.loads(here.read_text())
     ((identity, kept),) = whole.items()
     ((name, entry),) = kept.items()
     whole[identity][name] = entry | written if isinstance(written, dict) else written
     here.write_text(json.dumps(whole))
-    monkeypatch.setattr(choice, "_verdicts", {})
+    monkeypatch.setattr(choice, "_decisions", {})
     assert takes_kernels()
     assert len(checks) == 2
     assert json.loads(here.read_text())[identity][name] == entry
 
 
-def test_a_faulty_verdict_of_the_file_is_said_again_and_not_taken(here, monkeypatch):
-    monkeypatch.setattr(selfcheck, "check", lambda *_: choice.Verdict(False, "it differs", faulty=True))
+def test_a_faulty_decision_of_the_file_is_said_again_and_not_taken(here, monkeypatch):
+    monkeypatch.setattr(selfcheck, "check", lambda *_: choice.Decision(False, "it differs", faulty=True))
     for _ in range(2):
         with pytest.warns(pk.KernelNotice, match="it differs"):
             assert not takes_kernels()
-        monkeypatch.setattr(choice, "_verdicts", {})
+        monkeypatch.setattr(choice, "_decisions", {})
         monkeypatch.setattr(selfcheck, "check", lambda *_: 1 / 0)  # not asked again
 
 
@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_neither_half_a_file_nor_an_error(checks, here, monke
 
 def test_a_place_that_cannot_be_written_is_left_alone(checks, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(choice.CACHE_VARIABLE, str(tmp_path / "file" / "verdicts.json"))
+    monkeypatch.setenv(choice.CACHE_VARIABLE, str(tmp_path / "file" / "decisions.json"))
     assert takes_kernels()
 
 
@@ -227,7 +227,7 @@ def job(monkeypatch):
 
     def become(index):
         monkeypatch.setattr(jax, "process_index", lambda: index)
-        monkeypatch.setattr(choice, "_verdicts", {})
+        monkeypatch.setattr(choice, "_decisions", {})
         monkeypatch.setattr(choice, "_agreed", {})
 
     return shared, become
@@ -238,9 +238,9 @@ def test_the_first_process_decides_for_all(taken, job, monkeypatch):
     shared, become = job
     for index, found in ((0, taken), (1, not taken)):
         become(index)
-        monkeypatch.setattr(selfcheck, "check", lambda *_, found=found: choice.Verdict(found, "timed", 1.0))
+        monkeypatch.setattr(selfcheck, "check", lambda *_, found=found: choice.Decision(found, "timed", 1.0))
         assert takes_kernels() == taken
-    monkeypatch.setattr(choice, "_verdicts", {})
+    monkeypatch.setattr(choice, "_decisions", {})
     shared.clear()
     with pytest.raises(RuntimeError, match=r"the first process has not said.*kernel_policy"):
         takes_kernels()
@@ -251,7 +251,7 @@ def test_real_processes_with_other_clocks_and_other_environments_choose_alike(tm
 import os
 from pallas_kernels import choice, selfcheck
 choice.probe = lambda: choice.Probe("a GPU of the tests", "1.0")
-selfcheck.check = lambda variant, device: choice.Verdict(RANK == 0, "timed", 0.9 + RANK)
+selfcheck.check = lambda variant, device: choice.Decision(RANK == 0, "timed", 0.9 + RANK)
 os.environ["PALLAS_KERNELS_CACHE"] = {str(tmp_path)!r} + f"/{{RANK}}.json"
 first = choice.takes_kernel("one")
 os.environ["PALLAS_KERNELS"] = "auto" if RANK == 0 else "never"
