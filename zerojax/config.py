@@ -84,10 +84,9 @@ class ZeroConfig:
             nothing and the longer program would only be compiled longer.
         pack_bytes: bytes of full leaves (weights or gradients) that travel in one message where small leaves are needed
             one after the other; a larger leaf travels by itself. 4 MiB cross even a slow GPU network in less than the
-            latency of a few messages. 0: each leaf by itself. "auto": 4 MiB where gradients are reduced at the end of a
-            step and where updated parameters are gathered (stages 1 and 2), 0 where leaves move in the middle of the
-            loss (stages 2 and 3); a number holds for both. Values do not depend on it, nor do bytes, but that a small
-            weight of the first layer, whose value no derivative needs, is gathered again together with its pack.
+            latency of a few messages. 0: each leaf by itself. "auto": 4 MiB, but 0 where leaves move in the middle of
+            the loss (stages 2 and 3) inside loops and checkpointed functions, and on GPUs, where the order of the
+            gathers forms the messages (`prefetch_bytes`); a number holds for all. Values and bytes do not depend on it.
 
     Raises:
         ValueError: a field is out of its range, or a technique cannot take effect; the message names the field.
@@ -130,13 +129,8 @@ class ZeroConfig:
 
     @property
     def listed_pack_bytes(self) -> int:
-        """`pack_bytes` where many leaves move at one point of the step."""
+        """`pack_bytes` as a number: where many leaves move at one point of the step, and on CPUs everywhere."""
         return 4 * 2**20 if self.pack_bytes == "auto" else self.pack_bytes
-
-    @property
-    def region_pack_bytes(self) -> int:
-        """`pack_bytes` where leaves move around their uses."""
-        return 0 if self.pack_bytes == "auto" else self.pack_bytes
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):

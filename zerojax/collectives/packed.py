@@ -5,6 +5,23 @@ every operation that the compiler must see. Leaves that are needed at the same t
 move, each slice of one device being the slices of the members, one after the other, in whole blocks: values and bytes
 are those of leaves that travel by themselves. What is joined is again a leaf with a `Placement`, so that any
 `Collectives` moves it.
+
+Time to the first step of unrolled dense layers with Adam: CPU seconds to trace and lower + to compile, 8 simulated CPU
+devices as 2 x 4, 16 examples on each (a fair comparison gives each device the batch that plain JAX has: XLA takes five
+times as long for products of two rows as of 16). JAX 0.12, 2026-12-01, a machine that did other work too: +- 20 %.
+
+| leaves, width | plain `jax.jit`, one device | stage 1 | stage 2 | stage 3 | ZeRO++ |
+|---|---|---|---|---|---|
+| 240, 16: before leaves were joined in the loss by default | 0.7 + 1.5 | 1.6 + 5.5 | 3.2 + 5.7 | 4.2 + 6.5 | |
+| 240, 16 | 0.7 + 1.5 | 1.0 + 3.7 | 2.1 + 3.6 | 2.3 + 3.8 | |
+| 240, 128: before | 0.7 + 1.6 | | | | 15.2 + 49.9 |
+| 240, 128 | 0.7 + 1.6 | | | | 2.9 + 7.7 |
+| 800, 16 | 2.0 + 6.0 | 4.4 + 20.5 | | 9.5 + 18.5 | |
+| 2000, 16 | 8.6 + 28.0 | | | 23.8 + 69.4 | |
+
+Plain JAX with the batch split over the 8 devices, nothing else sharded, took 1.0 + 2.7 for the first row. Laying the
+shards of small leaves together for the optimizer's update was tried and made compiling slower (stage 3's update alone:
+2.1 to 4.3 seconds), since each leaf of the state has to be cut out again.
 """
 
 from __future__ import annotations
@@ -62,10 +79,19 @@ class Pack:
 
     def part(self, joined: jax.Array, i: int) -> jax.Array:
         """The slices of one member, padded, from the joined leaf or a part of it."""
-        slices = joined.reshape(-1, self.ends[-1])
-        # A place that the compiler does not know: members of one shape are then cut out by one kernel, compiled once.
         begin = lax.optimization_barrier(np.int32(self.ends[i - 1] if i else 0))
-        cut = lax.dynamic_slice_in_dim(slices, begin, math.prod(self.members[i].shard_shape), axis=1)
+        return self._cut(joined.reshape(-1, self.ends[-1]), i, begin)
+
+    def parts(self, joined: jax.Array) -> list[jax.Array]:
+        """`part` of every member."""
+        slices = joined.reshape(-1, self.ends[-1])
+        begins = lax.optimization_barrier([np.int32(n) for n in (0, *self.ends[:-1])])
+        return [self._cut(slices, i, begin) for i, begin in enumerate(begins)]
+
+    def _cut(self, slices: jax.Array, i: int, begin: Any) -> jax.Array:
+        # At a place that the compiler does not know: members of one shape are cut out by one kernel, compiled once.
+        size = (slices.shape[0], math.prod(self.members[i].shard_shape))
+        cut = lax.dynamic_slice(slices, (np.int32(0), begin), size, allow_negative_indices=False)
         return _from_slices(cut, self.members[i])
 
     def full(self, joined: jax.Array, i: int) -> jax.Array:
@@ -134,8 +160,8 @@ def gather_together(
             continue
         pack = pack_of([placements[i] for i in group], collectives)
         joined = collectives.gather(pack.join([shards[i] for i in group]), pack.placement)
-        for number, i in enumerate(group):
-            out[i] = pack.full(joined, number)
+        for i, x in zip(group, pack.parts(joined), strict=True):
+            out[i] = unpad(x, placements[i])
     return out
 
 
@@ -186,11 +212,10 @@ def reduce_pack(
     pack: Pack, fulls: Sequence[jax.Array], feedback: Sequence[Any], collectives: Collectives
 ) -> tuple[list[jax.Array], list[Any]]:
     """One reduction of a pack: the members' shards, and what was lost of each (None without feedback)."""
-    count = range(len(pack.members))
     joined = pack.join([pad(x, p) for x, p in zip(fulls, pack.members, strict=True)])
     fed = None if feedback[0] is None else pack.join(feedback)
     reduced, lost = reduce_one(joined, fed, pack.placement, collectives)
-    return [pack.part(reduced, i) for i in count], [None if lost is None else pack.part(lost, i) for i in count]
+    return pack.parts(reduced), [None] * len(fulls) if lost is None else pack.parts(lost)
 
 
 def _to_slices(x: jax.Array, p: Placement) -> jax.Array:

@@ -29,6 +29,8 @@ from zerojax.gather.views import Op, seen
 
 # Their derivative needs no operand: in the backward pass nobody asks for what is only added.
 _ADDS = frozenset({"add", "add_any", "sub"})
+# The derivative of one operand needs the other: asked for only where that other one depends on a parameter.
+_PRODUCTS = frozenset({"dot_general", "mul", "conv_general_dilated"})
 
 # Of `zerojax.gather.stored`, which imports this.
 Scope = Any
@@ -115,7 +117,9 @@ def plan_packs(jaxpr: Any, args: Sequence[Any], replicated: Sequence[bool], scop
     barred: set[int] = set()
     needed: set[int] = set()
     numbered = [i if c else None for i, c in enumerate(candidates)]
-    _direct_uses(jaxpr, numbered, replicated, args, order, barred, needed)
+    # What enters the whole program and differs between devices is the batch; what enters a region may be anything.
+    active = [not scope.barrier or same for same in replicated]
+    _direct_uses(jaxpr, numbered, replicated, active, args, order, barred, needed)
     chosen: dict[int, Any] = {}
     first: dict[int, int] = {}
     position = 0
@@ -165,13 +169,14 @@ def _direct_uses(
     jaxpr: Any,
     numbers: Sequence[int | None],
     replicated: Sequence[bool],
+    active: Sequence[bool],
     args: Sequence[Any],
     order: list[tuple[int, Any]],
     barred: set[int],
     needed: set[int],
 ) -> list[tuple[int, Any] | None]:
     """Notes uses of some inputs in program order, those that are used in any other way, and those whose values the
-    backward pass needs too.
+    backward pass needs too. `active` says of each input whether it may depend on a parameter.
 
     Returns:
         For each output, (number, dtype in which it is gathered) where it is such an input, else None.
@@ -183,23 +188,27 @@ def _direct_uses(
         elif known is not None:
             env[var] = known, args[known].placement.dtype
     flags = Flags(jaxpr, replicated)
+    moving = {var for var, is_active in zip(jaxpr.invars, active, strict=True) if is_active}
 
     def read(atom: Any) -> tuple[int, Any] | None:
         return None if isinstance(atom, _compat.Literal) else env.get(atom)
 
     for eqn in jaxpr.eqns:
         same, found = flags.step(eqn), [read(atom) for atom in eqn.invars]
+        moves = [not isinstance(atom, _compat.Literal) and atom in moving for atom in eqn.invars]
+        if any(moves):
+            moving.update(eqn.outvars)
         used = [x for x in found if x is not None]
         if not used:
             continue
         kind, (number, dtype) = kind_of(eqn, same), used[0]
         if kind is Kind.GATHER and not any(True for _ in _compat.sub_jaxprs(eqn)):
             order += used
-            if eqn.primitive.name not in _ADDS:
+            if eqn.primitive.name not in _ADDS and (eqn.primitive.name not in _PRODUCTS or sum(moves) > 1):
                 needed.update(i for i, _ in used)
         elif kind is Kind.CALL:
             inner = _compat.open_jaxpr(_compat.called_jaxpr(eqn))[0]
-            out = _direct_uses(inner, found, same, args, order, barred, needed)  # type: ignore[arg-type]
+            out = _direct_uses(inner, found, same, moves, args, order, barred, needed)  # type: ignore[arg-type]
             env.update((v, x) for v, x in zip(eqn.outvars, out, strict=True) if x is not None)
         elif kind is Kind.VIEW and _stays_a_view(eqn):
             env[eqn.outvars[0]] = number, dtype

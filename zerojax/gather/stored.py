@@ -47,6 +47,7 @@ class Scope:
         fed_back: by key path, the one reduction that takes the leaf's error feedback; shared by nested scopes.
         total: number of elements of all stored parameters of the program; 0: not known.
         pack_bytes: bytes of full leaves that travel together, see `zerojax.gather.region_packs`; 0: none do.
+        region_pack_bytes: the same of nested scopes, whose programs are compiled once for all layers.
         changed: by key path, the replicas of stacks that a loop has brought up to date.
         forward_only: nothing is differentiated here, and what a caller differentiates from outside, in either mode,
             is the inputs beside the parameters.
@@ -64,9 +65,10 @@ class Scope:
         order: Order | None = None,
         window: int | None = None,
         pack_bytes: int = 0,
+        region_pack_bytes: int = 0,
     ) -> None:
         self.collectives = collectives
-        self.pack_bytes = pack_bytes
+        self.pack_bytes, self.region_pack_bytes = pack_bytes, region_pack_bytes
         # By id of a parameter, the pack it travels in and its number there; filled in when the region is read.
         self.packs: dict[int, tuple[RegionPack, int]] = {}
         # Ids of the parameters of all packs, also before their cast: what changes their shape is done after the gather.
@@ -93,7 +95,8 @@ class Scope:
         a rule that outlives the trace may close over it."""
         return functools.partial(
             Scope, self.collectives, barrier=False, min_loop_size=self.min_loop_size, fed_back=self.fed_back,
-            forward_only=self.forward_only, total=self.total, window=self.window, pack_bytes=self.pack_bytes,
+            forward_only=self.forward_only, total=self.total, window=self.window, pack_bytes=self.region_pack_bytes,
+            region_pack_bytes=self.region_pack_bytes,
         )  # fmt: skip
 
     def enter(

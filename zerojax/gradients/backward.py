@@ -43,7 +43,7 @@ from zerojax.gradients.replicas import (
     up_to_date,
 )
 from zerojax.layout.layout import Layout
-from zerojax.layout.mesh import prefetch_window
+from zerojax.layout.mesh import is_of_gpus, prefetch_window
 from zerojax.layout.placement import Placement
 
 Tree = Any
@@ -265,14 +265,18 @@ def layout_scope(
     order: Order | None = None,
 ) -> Scope:
     """A top-level scope for a layout; gradients leave it reduced or full."""
-    collectives = layout_collectives(layout)
+    collectives, config = layout_collectives(layout), layout.config
+    # On GPUs the order of the gathers forms the messages, and XLA merges small collectives that are ready together; on
+    # CPUs nobody else does it for the straight-line part of a program, which is as long as the model.
+    left_alone = config.pack_bytes == "auto" and is_of_gpus(layout.mesh)
     return Scope(
         collectives if reduces else unreduced(collectives),
-        min_loop_size=layout.config.min_shard_size,
+        min_loop_size=config.min_shard_size,
         forward_only=forward_only,
         order=order,
-        window=prefetch_window(layout.mesh, layout.config),
-        pack_bytes=layout.config.region_pack_bytes,
+        window=prefetch_window(layout.mesh, config),
+        pack_bytes=0 if left_alone else config.listed_pack_bytes,
+        region_pack_bytes=0 if config.pack_bytes == "auto" else config.pack_bytes,
     )
 
 

@@ -67,14 +67,14 @@ class Layout:
         """Number of replicas of the data-parallel job, into which a sharded leaf is split."""
         return data_size(self.mesh, self.config.axes)
 
-    @property
+    @functools.cached_property
     def treedef(self) -> Any:
         """Structure of the parameter tree."""
         return jax.tree.structure(self.placements)
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[Placement]:
-        """The placements in tree order."""
+        """The placements in tree order. Made once: what reads one for each leaf must not take the square of it."""
         return jax.tree.leaves(self.placements)
 
     def shard_sharding(self, placement: Placement) -> NamedSharding:

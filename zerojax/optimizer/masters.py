@@ -37,7 +37,8 @@ def optimizer_view(params: Tree, masters: list[Any], layout: Layout) -> Tree:
     """What the optimizer works on, logical and constrained to shards: the master copy where there is one."""
     leaves = jax.tree.leaves(params)
     return layout.treedef.unflatten([
-        to_logical(x, p, layout) if m is None else m for x, m, p in zip(leaves, masters, layout.leaves, strict=True)
+        to_logical(x, p, layout, held=layout.stage >= 3) if m is None else m
+        for x, m, p in zip(leaves, masters, layout.leaves, strict=True)
     ])  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def finish_update(
             continue
         u = next(pending)
         if master is None:
-            out.append(constrain(u, p, layout))
+            out.append(constrain(u, p, layout) if p.padding or not p.is_sharded else u)  # else below
             continue
         assert params is not None
         wide = master.dtype
@@ -112,11 +113,12 @@ def _in_param_form(values: list[Any], layout: Layout) -> list[Any]:
     if layout.stage >= 3:
         return on_shards
     moving = [i for i, (x, p) in enumerate(pairs) if x is not None and p.is_sharded]
+    others = other_axes(layout.mesh, layout.config.axes)
     if moving:
         # Over "node" first, then inside the node: every byte enters a node once. The compiler's own gather is one ring
         # over all devices, whose neighbours are of different nodes.
         placed = [layout.leaves[i].with_dtype(on_shards[i].dtype) for i in moving]
-        plain = plain_collectives(other_axes(layout.mesh, layout.config.axes))
+        plain = plain_collectives(others)
         gathered = jax.shard_map(
             lambda shards: gather_together(shards, placed, plain, layout.config.listed_pack_bytes),
             mesh=with_auto_mesh(layout.full_sharding(placed[0])).mesh, in_specs=([p.data_spec for p in placed],),
@@ -124,7 +126,8 @@ def _in_param_form(values: list[Any], layout: Layout) -> list[Any]:
         )([on_shards[i] for i in moving])  # fmt: skip
         for i, x in zip(moving, gathered, strict=True):
             on_shards[i] = x
-    return [
-        x if x is None else jax.lax.with_sharding_constraint(x, with_auto_mesh(layout.full_sharding(p)))
+    return [  # what has been gathered is full on each device already
+        x if x is None or (p.is_sharded and not others)
+        else jax.lax.with_sharding_constraint(x, with_auto_mesh(layout.full_sharding(p)))
         for x, p in zip(on_shards, layout.leaves, strict=True)
-    ]
+    ]  # fmt: skip

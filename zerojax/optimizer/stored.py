@@ -163,9 +163,18 @@ def _place_blocks(path: tuple[Any, ...], moment: BlockMoment, owner: Placement, 
     )
 
 
-def to_logical(x: jax.Array, p: Placement, layout: Layout) -> jax.Array:
-    """From stored or full form to the logical shape, constrained to the shards."""
-    return constrain(unpad(x, p), p, layout)
+def to_logical(x: jax.Array, p: Placement, layout: Layout, *, held: bool = False) -> jax.Array:
+    """From stored or full form to the logical shape, constrained to the shards.
+
+    Args:
+        x: the leaf.
+        p: its placement.
+        layout: the layout of the parameters.
+        held: it is on its shards already, as the last update left it: without padding to cut off, nothing has to be
+            said again to the compiler, which reads every constraint of every leaf several times.
+    """
+    logical = unpad(x, p)
+    return x if held and logical is x else constrain(logical, p, layout)
 
 
 def logical_arguments(extra: dict[str, Any], params: Tree, layout: Layout) -> dict[str, Any]:

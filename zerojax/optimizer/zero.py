@@ -160,7 +160,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
                 for g, p in zip(grad_leaves, layout.leaves, strict=True)
             ])  # fmt: skip
             masters = [
-                None if m is None else to_logical(m, p, layout)
+                None if m is None else to_logical(m, p, layout, held=True)
                 for m, p in zip(layout.leaves_of(state.master), layout.leaves, strict=True)
             ]
             old = seen = None
@@ -168,7 +168,7 @@ def zero(tx: optax.GradientTransformation, layout: Layout) -> ShardedTransformat
                 masters = current_masters(masters, param_leaves, layout)
                 old = layout.treedef.unflatten(param_leaves)
                 seen = trained_tree(layout, optimizer_view(old, masters, layout))
-            inner = jax.tree.map(lambda x, p: to_logical(x, p, layout), state.inner, of_state)
+            inner = jax.tree.map(lambda x, p: to_logical(x, p, layout, held=True), state.inner, of_state)
             logical, called = logical_arguments(extra, old, layout), logical_arguments(static, old, layout)
             if static or layout.stage == 0 or layout.num_shards == 1:
                 updates, new_inner = wrapped.update(grads, inner, seen, **logical, **called)
