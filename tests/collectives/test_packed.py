@@ -1,5 +1,7 @@
 """Small leaves travel together: fewer messages, the same values and bytes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
+from zerojax.collectives.packed import Pack
 from zerojax.hlo.program import read_program
 from zerojax.planner.gpus import target_mesh
 
@@ -62,7 +65,7 @@ def test_values_and_bytes_are_those_of_leaves_that_travel_by_themselves(name: st
     assert packed.received_bytes() <= single.received_bytes()
     for a, b in zip(together, apart, strict=True):
         # In bfloat16 the compiler may keep more than 8 bits of a gradient where nothing is joined: a rounding of each
-            # summand and of the sum.
+        # summand and of the sum.
         np.testing.assert_allclose(a, b, rtol=0, atol=0 if dtype == "float32" else 2.0**-7 * np.abs(b).max())
 
 
@@ -102,3 +105,21 @@ def test_biases_of_vectors_travel_together_and_are_not_gathered_for_the_backward
     assert len(few.collectives) == len(more.collectives) < len(apart.collectives) / 3
     # The first weight's value is needed by no derivative: it travels with the biases, which none needs either.
     assert more.received_bytes() == apart.received_bytes()
+
+
+@pytest.mark.parametrize(("extents", "dim"), [((3, 4), 1), ((4, 3), 0), ((2, 6, 3), 1)])
+def test_a_leaf_on_two_devices_is_its_two_halves_one_after_the_other(extents, dim):
+    mesh = zerojax.make_mesh(num_nodes=1, devices_per_node=2, devices=jax.devices()[:2])
+    x = jnp.arange(float(np.prod(extents))).reshape(extents)
+    (placement,) = zerojax.partition([x], mesh, zerojax.ZeroConfig(min_shard_size=0)).leaves
+    placement = dataclasses.replace(placement, dim=dim)
+    slices = np.asarray(Pack((placement, placement)).join([x, x]))
+    halves = [np.asarray(half).ravel() for half in np.split(np.asarray(x), 2, axis=dim)]
+    np.testing.assert_array_equal(slices.reshape(2, -1), [np.tile(half, 2) for half in halves])
+
+
+def test_a_joined_leaf_has_as_many_elements_as_its_members():
+    mesh = zerojax.make_mesh(num_nodes=2, devices_per_node=4)
+    members = zerojax.partition([jnp.ones((64, 16))] * 3, mesh, zerojax.ZeroConfig(min_shard_size=0)).leaves
+    for unit in (1, 32):
+        assert np.prod(Pack(tuple(members), unit).placement.shape) == 3 * 64 * 16

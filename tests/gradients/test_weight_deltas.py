@@ -263,3 +263,21 @@ def test_every_use_reads_the_replica_in_the_dtype_of_the_loss(form):
     always = [one for one in read_program(text, layout.mesh).select("all-gather") if not one.in_conditional]
     # Between nodes nothing but changes, and vectors.
     assert {one.dtypes for one in always if one.axes == ("node",) and one.payload_bytes > 600} <= {("u8",)}
+
+
+@pytest.mark.parametrize("extents", [(24, 16), (3, 16, 24)])
+def test_replicas_that_travel_in_int8_inside_the_node_are_rounded_once(extents):
+    w = jax.random.normal(jax.random.key(0), extents)
+    layout = models.make_layout(
+        {"w": w}, "2x4", 3, weight_deltas="int4", quantize_weights="int8", min_quantize_size=0
+    )  # fmt: skip
+
+    def loss(p, x):
+        seen = p["w"] * x.mean()
+        return jnp.mean(seen), seen
+
+    fn = jax.jit(zerojax.value_and_grad(loss, layout, has_aux=True))
+    (_, seen), _, wire = fn(layout.shard({"w": w}), jnp.ones((8, 1)), wire=zerojax.init_wire_state(layout))
+    held = np.asarray(wire.replica["w"], np.float32)[tuple(map(slice, extents))]
+    error = np.abs(np.asarray(seen) - held).max()
+    assert 0 < error < np.abs(held).max() * (2 / 254 + CAST)  # half a step, scales rounded up, and the cast
