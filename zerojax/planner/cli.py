@@ -35,7 +35,7 @@ from zerojax.planner.plan import plan_workload
 from zerojax.planner.records import Plan
 from zerojax.planner.trace import write_trace
 from zerojax.planner.user_function import user_function
-from zerojax.planner.workload import Workload
+from zerojax.planner.workload import DEVICES_PER_NODE, NUM_NODES, Workload
 
 _MISSING_RICH = "tables need rich: pip install rich, or ask for --json"
 _MOST_CANDIDATES = 3
@@ -118,8 +118,8 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     add = plan.add_argument
     add("model", help=f"{', '.join(f'gpt:{name}' for name in GPT_SHAPES)} or MODULE:FUNCTION")
     add("--target", default="h100", help=f"{', '.join(TARGETS)}, or a .toml file with the facts of a GPU")
-    add("--nodes", type=int, default=48)
-    add("--gpus-per-node", type=int, default=8)
+    add("--nodes", type=int, default=NUM_NODES)
+    add("--gpus-per-node", type=int, default=DEVICES_PER_NODE)
     add("--stage", type=int, default=3, choices=(0, 1, 2, 3))
     add("--zero-plus-plus", action="store_true", help="all three techniques below in their default formats")
     add("--quantize-weights", metavar="FORMAT", help="int8 or int4 (qwZ)")

@@ -37,7 +37,7 @@ from typing import Any
 from zerojax.config import ZeroConfig
 from zerojax.planner.plan import plan_workload
 from zerojax.planner.records import ConfigPlan
-from zerojax.planner.workload import Workload
+from zerojax.planner.workload import DEVICES_PER_NODE, NUM_NODES, Workload
 
 # What fits by a line through two compiles may be a little more than what fits: so much less is tried next.
 _LESS = 0.93
@@ -126,7 +126,7 @@ def find_fastest(
 
 def _of_each_device(global_batch: int, options: dict[str, Any]) -> int:
     """Examples that a device has of a batch."""
-    cluster = {"num_nodes": 48, "devices_per_node": 8, **options}
+    cluster = {"num_nodes": NUM_NODES, "devices_per_node": DEVICES_PER_NODE, **options}
     replicas = cluster["num_nodes"] * cluster["devices_per_node"]
     replicas //= math.prod((options.get("extra_axes") or {}).values())
     if global_batch < 1 or global_batch % replicas:

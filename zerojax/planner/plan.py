@@ -31,7 +31,15 @@ from zerojax.planner.configs import ConfigPlanner, Progress
 from zerojax.planner.gpus import GpuTarget
 from zerojax.planner.records import Plan, Technique
 from zerojax.planner.time import machine_links
-from zerojax.planner.workload import Workload, lacking_compiler, make_cluster, shapes_of, sized_workload
+from zerojax.planner.workload import (
+    DEVICES_PER_NODE,
+    NUM_NODES,
+    Workload,
+    lacking_compiler,
+    make_cluster,
+    shapes_of,
+    sized_workload,
+)
 
 Tree = Any
 # Share of the device memory that is planned with: the rest is CUDA's context, NCCL's buffers and fragmentation.
@@ -45,8 +53,8 @@ def plan(
     tx: optax.GradientTransformation,
     *,
     target: str | GpuTarget = "h100",
-    num_nodes: int = 48,
-    devices_per_node: int = 8,
+    num_nodes: int = NUM_NODES,
+    devices_per_node: int = DEVICES_PER_NODE,
     config: ZeroConfig | None = None,
     configs: Sequence[ZeroConfig] | None = None,
     bandwidth: float | str | None = None,

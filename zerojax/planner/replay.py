@@ -14,8 +14,8 @@ Checked against throughput that others published: PyTorch FSDP with flash attent
 this table) are planned with stage 3, nothing set per row; H100 with one 400 Gbit/s adapter per GPU, A100 with the 1600
 Gbit/s stated; attention in the scope "flash_attention". Fitted: one product efficiency for each GPU, 0.60 of the peak
 on H100 and 0.76 on A100. Latencies of 30 us and 15 us, a launch of 3 us and 0.9 of the memory bandwidth stand as they
-were taken: twice each of the first three, or all of the bandwidth, moves the median by less than one percent. Tokens
-per second and GPU, JAX 0.12.0.1; the last two columns are shares of the step:
+were taken. Tokens per second and GPU, JAX 0.12.0.1; the last two columns are shares of the step, on A100 as replayed
+with an efficiency of 0.80:
 
     model gpu gpus microbatch recomp. measured replayed error compute waits
     1b   h100    8    14 x 1     no   45455   42710   -6.0%   100%    0%

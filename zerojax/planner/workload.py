@@ -85,6 +85,10 @@ def without_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+# What is planned for where nothing is said: 384 GPUs, as in the ZeRO++ paper (arXiv 2306.10209, section 4).
+NUM_NODES, DEVICES_PER_NODE = 48, 8
+
+
 class Cluster(NamedTuple):
     """What is planned for: the GPUs, and how they are joined."""
 
