@@ -47,6 +47,7 @@ def parse_flags(args: list[str] | None = None) -> argparse.Namespace:
     add("--secondary", action="store_true", help="backward gathers stay inside the node")
     add("--quantize-gradients", nargs="+", choices=("int8", "int4"), help="formats inside the node and between nodes")
     add("--error-feedback", action="store_true", help="carry what quantised gradients lost into the next step")
+    add("--weight-deltas", choices=("int4", "int2"), help="every node keeps the weights; their change is sent")
     add("--nodes", type=int, help="nodes of the mesh (default: 2 when simulated, else one per host)")
     add("--devices-per-node", type=int, help="devices in each node (default: 4 when simulated, else all of a host)")
     add("--layers", type=int, default=4)
@@ -92,8 +93,11 @@ def techniques_of(flags: argparse.Namespace) -> dict[str, Any]:
         "secondary": flags.secondary,
         "quantize_gradients": flags.quantize_gradients and (flags.quantize_gradients * 2)[:2],
         "error_feedback": flags.error_feedback,
+        "weight_deltas": flags.weight_deltas,
     }
-    default = {"quantize_weights": "int8", "secondary": True, "quantize_gradients": ("int8", "int4")}
+    default: dict[str, Any] = {"quantize_gradients": ("int8", "int4")}
+    if not flags.weight_deltas:  # which take the place of both
+        default |= {"quantize_weights": "int8", "secondary": True}
     return (default if flags.zero_plus_plus else {}) | {name: value for name, value in chosen.items() if value}
 
 

@@ -70,9 +70,10 @@ def test_small_blocks_lose_less_of_a_gradient_than_the_original_scheme(example):
 
 @pytest.mark.aot
 @pytest.mark.usefixtures("quickly")
-def test_the_main_job_reports_what_the_techniques_save_and_cost(example, capsys, tmp_path):
+@pytest.mark.parametrize("more", [["--error-feedback"], ["--weight-deltas", "int2"]])
+def test_the_main_job_reports_what_the_techniques_save_and_cost(more, example, capsys, tmp_path):
     tiny = ("--layers", "1", "--d-model", "64", "--heads", "2", "--seq", "32", "--batch", "8", "--steps", "2")
-    example("train_gpt").main([*tiny, "--zero-plus-plus", "--error-feedback", "--out", str(tmp_path)])
+    example("train_gpt").main([*tiny, "--zero-plus-plus", *more, "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("predicted bytes into each node")]
     ours, theirs = (int(word.replace(",", "")) for word in line.split() if word.strip(",").replace(",", "").isdigit())
@@ -88,6 +89,8 @@ def test_short_flags_are_the_default_configuration(example):
     assert job.techniques_of(job.parse_flags([])) == {}
     one = job.parse_flags(["--quantize-gradients", "int4"])
     assert job.techniques_of(one) == {"quantize_gradients": ["int4", "int4"]}
+    deltas = job.parse_flags(["--zero-plus-plus", "--weight-deltas", "int4"])
+    assert job.techniques_of(deltas) == {"quantize_gradients": ("int8", "int4"), "weight_deltas": "int4"}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,7 @@ def test_short_flags_are_the_default_configuration(example):
     [
         (["--stage", "2", "--zero-plus-plus"], "weights are gathered only at stage 3"),
         (["--error-feedback"], "it applies to quantize_gradients, which is None"),
+        (["--stage", "2", "--weight-deltas", "int4"], "stage 3"),
         (["--quantize-gradients", "int8", "int4", "int4"], "one for inside the node and one for between"),
     ],
 )
