@@ -251,3 +251,16 @@ def test_a_narrow_stack_that_is_widened_enters_the_loop_narrow_and_layer_by_laye
     assert gathers
     assert {math.prod(m.shape) for m in gathers} <= {144 // 2, 144}
     assert all(jnp.dtype(m.dtype).itemsize == 2 and m.loops for m in gathers)
+
+
+def test_a_lookup_in_a_parameter_at_places_that_a_parameter_holds():
+    params = {"table": jax.random.normal(jax.random.key(0), (24, 8)), "places": jnp.arange(16) * 5 % 24}
+
+    def loss(p, x):
+        return jnp.mean((x @ p["table"][p["places"]].T) ** 2)
+
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+    layout = models.make_layout(params, "2x4", 3)
+    grads = layout.unshard(jax.jit(zerojax.value_and_grad(loss, layout))(layout.shard(params), x)[1])
+    want = jax.grad(lambda table: loss({**params, "table": table}, x))(params["table"])
+    assert models.largest_error(grads["table"], want) < 1e-5  # float32, summed in another order

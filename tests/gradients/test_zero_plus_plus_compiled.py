@@ -143,7 +143,8 @@ def test_bytes_entering_each_of_few_nodes(nodes, local, techniques, volume):
 @AOT
 @pytest.mark.parametrize(
     ("model", "nodes", "deltas", "limit"),
-    [("perceptron", 2, "int4", 0.54 / 2), ("perceptron", 2, "int2", 0.415 / 2), ("18b", 48, "int4", 0.53)],
+    [("perceptron", 2, "int4", 0.54 / 2), ("perceptron", 2, "int2", 0.415 / 2), ("18b", 48, "int4", 0.53),
+     ("18b", 48, "int2", 0.43)],
 )
 def test_changes_of_weights_enter_a_node_in_4_or_2_bits(model, nodes, deltas, limit):
     one = compiled(model, nodes, 8, (f"deltas {deltas}", "quantize_gradients"), kernels=model == "18b")
