@@ -8,10 +8,10 @@ takes too long. One that survives is printed with its line: either the line chan
 
 The pass of 2026-12-01, seed 3, killed of tried: kernels 7 of 10, collectives 4 of 7, gather 3 of 8 by four of its
 files (one more by the layered programs), optimizer 2 of 6. Survivors that changed a promise have tests now: the
-smallest scale of tiles, replicas in int8 inside a node, packs on two devices and the size of a pack, a lookup at places that a
-parameter holds. The others change none: a wider margin below 1 / reach, two branches that agree at their boundary,
-`strict` of lists of one length, which products an update leaves to the compiler, whether an operation on frozen and
-trained weights is a point of the order.
+smallest scale of tiles, replicas in int8 inside a node, packs on two devices and the size of a pack. The others change
+none: a wider margin below 1 / reach, branches that agree at their boundary, `strict` of lists of one length, which
+products an update leaves to the compiler, two ways to take a lookup at stored places, whether an operation on frozen
+and trained weights is a point of the order.
 """
 
 import argparse
