@@ -29,6 +29,7 @@ def start(*flags):
     )
 
 
+@pytest.mark.aot
 @needs_root
 def test_a_technique_sends_what_was_predicted_and_the_cluster_is_removed(tmp_path):
     process = start("--variants", "ZeRO++", "--bandwidths", "100", "--steps", "2", "--out", str(tmp_path))
@@ -45,6 +46,7 @@ def test_a_technique_sends_what_was_predicted_and_the_cluster_is_removed(tmp_pat
     assert not [name for name in left_behind() if name.startswith(f"zerojax-{process.pid}-")]
 
 
+@pytest.mark.aot
 @needs_root
 def test_an_interrupt_removes_the_cluster():
     process = start("--variants", "stage 3", "--bandwidths", "100")

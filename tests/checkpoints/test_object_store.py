@@ -95,7 +95,7 @@ def test_wherever_a_replacement_is_killed_the_old_or_the_new_one_is_read(part):
     assert (factor_of("gs://bucket/run", step=3), steps()) == (5.0, ["3", "4"])
 
 
-@pytest.mark.parametrize("part", [0.1, 0.95])
+@pytest.mark.parametrize("part", [0.1, pytest.param(0.95, marks=pytest.mark.aot)])
 def test_a_new_step_that_was_killed_is_none_and_is_removed_by_the_next_run(part):
     layout, _ = make()
     count = changes_of(lambda: zerojax.save("gs://bucket/run", params(1.0), layout, step=1))

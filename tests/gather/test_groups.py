@@ -67,7 +67,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=pytest.mark.aot if SETTINGS[name] else []) for name in SETTINGS]
+)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_gradients_in_groups_are_those_of_plain_jax(program, setting):
     layers = matrices(12)

@@ -52,6 +52,7 @@ def test_both_policies_give_the_gradient_of_one_large_batch(stage, mesh, accumul
     assert models.largest_error(layout.unshard(grads), want) < FLOAT32
 
 
+@pytest.mark.aot
 @pytest.mark.filterwarnings("ignore::zerojax.ZeroNotice")
 def test_a_deferred_quantised_reduction_loses_what_that_of_one_large_batch_loses():
     """Full sums are quantised once per step; in other blocks, since a stack is then reduced as one leaf."""

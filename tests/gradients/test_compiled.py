@@ -234,6 +234,7 @@ def test_stage_two_gathers_no_weight_before_the_update():
     assert {one.axes for one in sent} == {("node",), ("local",)}, program.traffic()
 
 
+@pytest.mark.aot
 def test_tensor_parallel_weights_are_not_gathered_over_their_axis():
     mesh = target_mesh("h100", 2, 8, ("node", "local", "model"), shape=(2, 4, 2))
     specs = {

@@ -33,6 +33,7 @@ def example(monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
+@pytest.mark.aot
 @pytest.mark.usefixtures("quickly")
 def test_the_loss_of_zero_plus_plus_is_that_of_stage_three(example, tmp_path):
     study = example("convergence_study")
@@ -108,6 +109,7 @@ def test_flags_that_cannot_take_effect_are_refused_before_training(example, flag
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.aot
 def test_simulated_devices_run_independent_collectives_in_one_order(example):
     """The program that once mixed its values or stopped: gathers over both axes, ready at the same time."""
     study, model = example("convergence_study"), example("gpt")

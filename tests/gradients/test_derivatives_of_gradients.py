@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-SECOND_TIER = ("stage 3, bfloat16", "stage 3, deferred", "stage 3, quantised")
+SECOND_TIER = ("stage 1, quantised", "stage 3, bfloat16", "stage 3, deferred", "stage 3, quantised")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,12 @@ def test_quantised_weights_give_the_gradient_at_the_dequantised_weights(mesh, re
     assert abs(float(loss) - of_examples(params)[0]) > 1e-5  # the weights did travel quantised
 
 
-@pytest.mark.parametrize(("mesh", "stage"), [("2x4", 3), ("3x2", 2), ("2x4", 1), ("1x7", 3)])
+AOT = pytest.mark.aot
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"), [("2x4", 3), pytest.param("3x2", 2, marks=AOT), ("2x4", 1), pytest.param("1x7", 3, marks=AOT)]
+)
 def test_quantised_reductions_stay_within_their_bounds_and_keep_what_is_not_finite(mesh, stage):
     layout = layout_of(mesh, stage, **PAIR)
     params, batch = example()
@@ -76,7 +81,10 @@ def test_quantised_reductions_stay_within_their_bounds_and_keep_what_is_not_fini
         check_spoilt_everywhere(fn(stored, with_spoil(batch, value))[1], layout)
 
 
-@pytest.mark.parametrize(("remat", "microbatches", "frozen"), [(False, 1, False), (True, 1, True), (False, 3, False)])
+@pytest.mark.parametrize(
+    ("remat", "microbatches", "frozen"),
+    [(True, 1, True), *(pytest.param(False, count, False, marks=AOT) for count in (1, 3))],
+)
 def test_all_three_techniques_together(remat, microbatches, frozen):
     params, batch = example()
     layout = layout_of("2x4", **EVERYTHING, trainable=lambda path, leaf: not frozen or "embed" not in path)
@@ -89,7 +97,9 @@ def test_all_three_techniques_together(remat, microbatches, frozen):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat", "microbatches", "dtype"), [("4x2", True, 1, "bfloat16"), ("3x2", False, 2, "float32")]
+    ("mesh", "remat", "microbatches", "dtype"), [
+        ("4x2", True, 1, "bfloat16"), pytest.param("3x2", False, 2, "float32", marks=AOT)
+    ],
 )
 def test_a_secondary_partition_alone_changes_no_bit_in_several_steps(mesh, remat, microbatches, dtype):
     params, batch = example(dtype)

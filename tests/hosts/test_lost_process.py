@@ -58,6 +58,7 @@ def check_losses(log, before, after):
     return min(second)
 
 
+@pytest.mark.aot
 def test_when_one_of_three_hangs_the_others_end_and_two_go_on_with_the_same_losses(tmp_path):
     from etils import epath
 

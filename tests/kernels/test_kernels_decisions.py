@@ -246,6 +246,7 @@ def test_the_first_process_decides_for_all(taken, job, monkeypatch):
         takes_kernels()
 
 
+@pytest.mark.aot
 def test_real_processes_with_other_clocks_and_other_environments_choose_alike(tmp_path):
     script = f"""
 import os

@@ -69,6 +69,7 @@ def losses(moments):
     return models.train_plain(models.transformer_loss, tx, parameters(), batches)[2]
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("moments", KINDS)
 def test_training_loses_as_much_as_with_float32_moments(moments):
     """To first order the loss falls by the gradient times the updates. Their errors (0.8 and 8 %, above) are random

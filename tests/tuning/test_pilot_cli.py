@@ -33,6 +33,7 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.mark.aot
 def test_a_job_is_tried_and_reported_as_json(capsys):
     assert cli.main(["pilot_jobs:job", "--steps", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
