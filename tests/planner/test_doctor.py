@@ -132,6 +132,7 @@ def test_what_is_asked_wrongly_is_one_line(arguments, message, capsys, monkeypat
     assert message in lines[0]
 
 
+@pytest.mark.aot
 def test_two_processes_are_two_nodes_and_the_first_one_speaks():
     script = """
 from zerojax.planner.cli import main
